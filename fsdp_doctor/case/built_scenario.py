@@ -1,8 +1,8 @@
-"""Checks that a model is what the id of its scenario says, by facts that the model shows.
+"""Checks that a model is built as the id of its scenario says, by facts that the model shows.
 
-The actual facts are read from the model, the optimizer and the process group; the expected facts follow from the id
-alone. Neither side uses the other or the code that builds. Only metadata is read, so nothing waits for a copy in
-flight; no collective.
+The actual facts are read from the model, the optimizer and the process group; the expected facts are derived from the
+id alone. Neither side uses the other, or the code that builds the model. Only metadata is read, so that nothing waits
+for a copy in flight, and no collective is called.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.reader import ModelContents
 
 UnitKind: TypeAlias = Literal["root", "decoder layer", "embedding", "adapter", "other"]
-# By dim of a mesh: whether it replicates or shards, and over how many ranks.
+# For each dim of a mesh, whether it replicates or shards, and over how many ranks.
 Spread: TypeAlias = tuple[tuple[Literal["replicated", "sharded"], int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFacts:
-    """Facts of a built model. None: a fact that is not asked for, or that the model does not show.
+    """Facts about a built model. None: the fact is not asked for, or the model does not show it.
 
-    units: the number of FSDP modules of each kind. spreads: over which ranks parameters are replicated and sharded.
-    groups: the number of process groups. policy: the offload policies; FSDP2's say whether they pin. casts_to,
-    reduces_in: the mixed precision. dtypes: of the parameters. shards_on, shown_on: device types of the parameters'
-    shards, and those that the parameters report. pinned: whether the shards in host memory are pinned. moments_on:
-    device types of the optimizer's state, without its step counters. optimizer: its kind. comes_for_step: whether hooks
-    of the optimizer bring its state. has_stepped: whether it has a state. open_step: the part of a step that has not
-    ended.
-    model: the class of the model. backends: by device type. ranks: the number of ranks.
+    units: the number of FSDP modules of each kind. groups: the number of process groups
+    spreads: over how many ranks parameters are replicated and sharded
+    policy: the offload policies; those of FSDP2 say whether they pin
+    casts_to, reduces_in: the dtypes of mixed precision. dtypes: the dtypes of the parameters
+    shards_on, shown_on: device types of the parameters' shards, and device types that the parameters report
+    pinned: whether the shards in host memory are pinned
+    moments_on: device types of the optimizer's state, without its step counters
+    optimizer: the kind of optimizer. comes_for_step: whether hooks of the optimizer bring its state to the device
+    has_stepped: whether the optimizer has a state. open_step: the part of a step that has begun and has not ended
+    model: the class of the model. backends: the backend of each device type. ranks: the number of ranks
     """
 
     strategy: Strategy | Literal["several", "none"] | None = None
@@ -73,11 +75,13 @@ class BuiltFacts:
 
 
 class NotAsNamed(Exception):
-    """The built model does not match its scenario's id: a fault of the doctor, not a verdict about torch."""
+    """Error for a model that is not built as its scenario's id says: a fault of the doctor, not a verdict about
+    torch.
+    """
 
 
 def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
-    """Returns a sentence for each fact that is not as asked for; the sentence begins with the fact's name."""
+    """Returns a sentence for each fact that is not as asked for, beginning with the fact's name."""
     return [
         f"{field.name}: {_put_into_words(getattr(actual, field.name))} where {_put_into_words(wanted)} was asked for"
         for field in dataclasses.fields(BuiltFacts)
@@ -88,7 +92,7 @@ def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
     """Raises NotAsNamed if the model, when the method is called, is not what the id says. Local to a rank.
 
-    device: the type of the compute device. ranks: the number that the run was asked to have.
+    device: the type of the compute device. ranks: the number of ranks that the run should have.
     """
     different = find_mismatches(read_facts(model, optimizer), derive_facts(scenario, device=device, ranks=ranks))
     if different:
@@ -141,12 +145,12 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
 
 
 def _moves_state(hook: Any) -> bool:
-    """Returns whether a hook of the optimizer is a trainer's, and not of what measures the memory of its steps."""
+    """Returns whether an optimizer's hook belongs to a trainer, and not to the measurement of its steps' memory."""
     return not str(getattr(hook, "__module__", "")).startswith("fsdp_doctor.examination.")
 
 
 def _recognize_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer | Literal["another"]:
-    """Returns the value of the axis that an optimizer has, by its class and its options."""
+    """Returns the axis value of an optimizer, recognized by its class and options."""
     group = optimizer.param_groups[0]
     match type(optimizer).__name__:
         case "SGD":
@@ -169,14 +173,14 @@ def _recognize_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer | Litera
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
     for unit in contents.fsdp1_units:
-        # While it is unsharded the flat parameter is another tensor, in the dtype of the computation.
+        # While the unit is unsharded, its flat parameter is another tensor, in the dtype of the computation.
         flat, shard = unit.flat_parameter, unit.shard
         yield flat if flat.shape == shard.shape else shard
     yield from (parameter.tensor for parameter in contents.parameters)
 
 
 def recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
-    """Returns the strategy by which the model that was read is sharded."""
+    """Returns the strategy with which a model is sharded."""
     strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
     strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:
@@ -221,7 +225,7 @@ def _list_groups(contents: ModelContents) -> Iterator[Any]:
 
 
 def list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
-    """The offload policy of each FSDP unit: ``cpu`` is FSDP1's, which does not say whether it pins."""
+    """Yields the offload policy of each FSDP unit; ``cpu`` is FSDP1's, which does not say whether it pins."""
     for unit in contents.fsdp2_units:
         if isinstance(unit.policy, CPUOffloadPolicy):
             yield "pinned" if unit.policy.pin_memory else "unpinned"
@@ -239,7 +243,7 @@ def _list_precisions(contents: ModelContents) -> Iterator[tuple[torch.dtype | No
 
 
 def _name_class(module: nn.Module) -> str:
-    """The class of the model that was given to FSDP and to peft; fully_shard adds a prefix to its name."""
+    """Returns the class name of the model that was given to FSDP and peft, without the prefix that fully_shard adds."""
     get_base_model = getattr(module, "get_base_model", None)
     base = get_base_model() if get_base_model is not None else module
     return type(base).__name__.removeprefix("FSDP").removeprefix("Replicate")
@@ -257,10 +261,10 @@ _ADAPTED_LINEARS = 7
 
 
 def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
-    """The facts that the id of a scenario implies, when the method is called.
+    """Derives the facts that must hold when the method is called from the id of a scenario.
 
-    device: the type of the compute device. ranks: the number that the run was asked to have. Facts that follow from the
-    configuration of a user's model are not expected.
+    device: the type of the compute device. ranks: the number of ranks that the run should have. Facts that depend on
+    the configuration of a user's model are left out.
     """
     built_in = not scenario.model.is_custom
     casts = scenario.precision.casts

@@ -1,4 +1,4 @@
-"""The life of a case on one rank, from the model that is built to the record that is reported."""
+"""Run of a case on one rank, from building the model to reporting the record."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fsdp_doctor.verdict.records import Record
 
 
 class CaseRun(Generic[T]):
-    """The life of one case: :meth:`run` is all of it, and the plugin calls its parts.
+    """Run of one case. :meth:`run` is the whole run, and the plugin calls its parts.
 
-    Build and train; take the reference; look ahead at the next steps of a run without the method; offload and stage;
-    look at the state; run the method and verify its effects; agree with the other ranks; offload again and load; train
-    the next steps and check each; clean up the process; report the record. What a kind of case does at each of these
-    points is in its steps: ``ExtractionSteps`` and ``LoadingSteps`` of the matrix, ``SessionSteps`` of a framework.
+    A run builds and trains a model; takes the reference; rehearses the next steps without the method; offloads and
+    stages; notes the state; runs the method and verifies its effects; agrees with the other ranks; offloads again and
+    loads; trains the next steps and checks each; cleans up the process; and reports the record. The steps implement
+    these points for each kind of case: ``ExtractionSteps`` and ``LoadingSteps`` for the matrix, ``SessionSteps`` for a
+    framework.
 
-    A framework owns its training loop, so the life does not train: it is a generator that yields where one training
-    step must come, and the steps drive it.
+    A framework owns its training loop, so the run does not train itself. It is a generator that yields wherever a
+    training step must be made, and the steps drive it.
 
-    side_effects: None where the process belongs to a framework, and ends with it.
+    side_effects: None if the process belongs to a framework, and ends with it.
     """
 
     def __init__(self, steps: CaseSteps[T], side_effects: SideEffects | None = None) -> None:
@@ -54,7 +55,7 @@ class CaseRun(Generic[T]):
         return trainer
 
     def _run_cycle(self, kept: T | None) -> T | None:
-        """Carries the case from one state between two training steps to the next, and runs the method between them."""
+        """Takes the case from one state between two training steps to the next, and runs the method in between."""
         trainer, reusable = self._build(kept), False
         if trainer is not None:
             reusable = self._steps.drive(trainer, self._live(trainer))
@@ -65,14 +66,14 @@ class CaseRun(Generic[T]):
         return trainer if reusable and self._recorder.unbroken else None
 
     def _live(self, trainer: T) -> Generator[None, None, bool]:
-        """Returns whether the trainer may be used again."""
+        """Runs the method in a built trainer. Returns whether the trainer may be used again."""
         if (yield from self._prepare(trainer)):
             with self._watch_process():
                 self.exercise(trainer, lambda: self._steps.call_method(trainer), owned=True)
         return (yield from self._go_on(trainer))
 
     def _build(self, kept: T | None) -> T | None:
-        """Builds and trains the model, or takes the kept one. None where that failed."""
+        """Builds and trains the model, or takes the kept trainer. Returns None if that failed."""
         with self._steps.record_exceptions():
             self._steps.check_possible()
             return kept if kept is not None else self._steps.build()
@@ -115,7 +116,7 @@ class CaseRun(Generic[T]):
 
     @contextlib.contextmanager
     def _watch_process(self) -> Iterator[None]:
-        """Context of the method, after which an extraction has left the settings of the process as they were."""
+        """Context for the method, which notes settings of the process that an extraction leaves changed."""
         if self._side_effects is None:
             yield
             return
@@ -125,7 +126,7 @@ class CaseRun(Generic[T]):
             self._recorder.note("poisoned", f"the extraction changed settings of the process: {', '.join(changed)}")
 
     def _agree(self) -> SharedOutcome:
-        """Tells the other ranks how this one ended, if there is a group over which they can be told."""
+        """Tells the other ranks how this rank ended, if there is a process group for it."""
         if self._steps.runtime is None:
             self._recorder.add(healthy=False)
             return SharedOutcome()
@@ -141,13 +142,17 @@ class CaseRun(Generic[T]):
     # What follows is for a test of the plugin, which runs the method itself.
 
     def prepare(self, kept: T | None) -> T | None:
-        """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""
+        """Builds and trains the model, or takes the kept trainer; offloads and stages it.
+
+        Returns None if that failed.
+        """
         trainer = self._build(kept)
         return trainer if trainer is not None and self._steps.drive(trainer, self._prepare(trainer)) else None
 
     def exercise(self, trainer: T, call: Callable[[], Any], *, owned: bool) -> None:
-        """Has ``call`` run the method, and verifies its effects. owned: whether nobody but ``call`` holds the method's
-        result, so that its memory can be measured.
+        """Makes ``call`` run the method, and verifies the method's effects.
+
+        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
         """
         with self._steps.record_exceptions():
             self._steps.run_method(trainer, call, owned)
@@ -157,11 +162,14 @@ class CaseRun(Generic[T]):
         return trainer if self._steps.drive(trainer, self._go_on(trainer)) else None
 
     def prepare_second_call(self, trainer: T) -> T | None:
-        """Prepares the model, which has trained on, for another call of the same method; None where that failed."""
+        """Prepares the model, which has trained on, for another call of the same method.
+
+        Returns None if that failed.
+        """
         self._recorder.add(call=2)
         return self.prepare(trainer)
 
     def take_back(self, trainer: T) -> None:
-        """Takes a trainer that the next case may use back to where this one found it."""
+        """Takes a trainer that the next case may use back to the state in which this case found it."""
         with self._steps.record_exceptions():
             self._steps.take_back(trainer)

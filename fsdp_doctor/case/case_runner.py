@@ -1,4 +1,4 @@
-"""Runs the cases of the matrix on one rank, one after the other, and keeps what is whole from one to the next."""
+"""Runs the cases of the matrix on one rank, one after the other, and keeps sound trainers between cases."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from fsdp_doctor.verdict.records import Record, make_failure
 
 
 class CaseRunner:
-    """Runs cases one after the other on this rank, and keeps a scenario while it stays whole.
+    """Runner of cases on this rank, one after the other. It keeps a scenario's trainer while that is sound.
 
-    report: called with the record each time the case reaches another stage.
+    report: called with the record each time a case reaches another stage.
     """
 
     def __init__(self, runtime: Runtime, user_methods: tuple[str, ...], report: RecordSink) -> None:
@@ -49,7 +49,10 @@ class CaseRunner:
         self._next_steps = NextSteps()
 
     def examine(self, case: Case) -> Record:
-        """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
+        """Runs one case.
+
+        Every rank must call it with the same case; SystemExit is the only exception that it raises.
+        """
         method = find_method(case.method, case.scenario.version)
         if is_user_method(case.method):
             function, contract = self._user_methods[case.method]
@@ -62,13 +65,13 @@ class CaseRunner:
         return run.record
 
     def open(self, case: Case, contract: Contract) -> tuple[CaseRun[Trainer], MatrixSteps]:
-        """Returns the run of a case whose method the caller runs itself; the caller keeps its trainer, too."""
+        """Returns the run of a case whose method and trainer the caller handles itself."""
         method = dataclasses.replace(find_method(case.method, case.scenario.version), contract=contract)
         steps = self._make_steps(case, method, _refuse_call)
         return CaseRun(steps, self._side_effects), steps
 
     def save(self, case: Case) -> Record:
-        """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""
+        """Saves the checkpoint for a case in other processes. Every rank must call it with the same case."""
         record = Record(case_id=case.id, stage="checkpoint")
         self._report(record)
         try:
@@ -96,7 +99,7 @@ class CaseRunner:
                 assert_never(method.direction)
 
     def _take_kept(self, scenario: Scenario, method: MatrixMethod) -> Trainer | None:
-        """The trainer of the last case if it is of this scenario; a load needs a new one."""
+        """Returns the last case's trainer if it is of the same scenario; otherwise, and for a load, None."""
         kept, self._trainer = self._trainer, None
         same = kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not method.without_mesh)
         if same and method.direction == "out":

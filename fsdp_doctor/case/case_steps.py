@@ -1,4 +1,4 @@
-"""The interface of a kind of case: what happens at each point of the life that ``CaseRun`` leads it through."""
+"""Interface of a kind of case: the actions at each point of the run that ``CaseRun`` goes through."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ R = TypeVar("R")
 
 
 class CaseSteps(ABC, Generic[T]):
-    """The actions of one kind of case at each point of its life; :class:`case_run.CaseRun` says when.
+    """Actions of one kind of case at each point of its run; :class:`case_run.CaseRun` says when they are called.
 
-    T is what trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the same order.
+    T is the object that trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the
+    same order.
 
-    runtime: None before a framework has made its process group.
-    steps_before: training steps between the build and the examination. steps_after: training steps after the
-    method, each of which is checked. step_stage: the name of their stage in the record.
-    agrees_on_reference: whether the ranks tell one another how taking the reference ended, because it can fail on one
-    rank alone.
-    keeps_settings: whether the method must leave the settings of the process as they are.
+    runtime: None before a framework has made its process group
+    steps_before: the number of training steps between the build and the method
+    steps_after: the number of training steps after the method, each of which is checked
+    step_stage: the name of the stage of these steps in the record
+    agrees_on_reference: whether the ranks tell each other whether taking the reference succeeded, since it can fail on
+        one rank alone
+    keeps_settings: whether the method must leave the settings of the process unchanged
     """
 
     steps_before: int = 0
@@ -40,20 +42,23 @@ class CaseSteps(ABC, Generic[T]):
 
     @property
     def present_runtime(self) -> Runtime:
-        """The runtime of a trainer that has been built."""
+        """Runtime of a trainer that has been built."""
         assert self.runtime is not None
         return self.runtime
 
     def check_possible(self) -> None:
-        """Raises Unsupported where the method cannot be tried."""
+        """Raises Unsupported if the method cannot be tried."""
 
     @abstractmethod
     def build(self) -> T:
-        """Builds what trains. Raises Unsupported where that cannot be."""
+        """Builds the object that trains. Raises Unsupported if that is impossible."""
 
     @abstractmethod
     def drive(self, trainer: T, life: Generator[None, None, R]) -> R:
-        """Trains one step each time the life yields, and throws into it what a step raises. Returns its result."""
+        """Trains a step each time the run yields, and throws the step's error into the run.
+
+        Returns the run's result.
+        """
 
     def check_built(self, trainer: T) -> None:
         """Raises Unsupported if the trainer is not what the case names."""
@@ -63,7 +68,7 @@ class CaseSteps(ABC, Generic[T]):
         """Notes what the method must deliver or restore."""
 
     def look_ahead(self, trainer: T) -> Iterator[None]:
-        """Finds the outcomes of the next steps of a run without the method; yields where a step must be trained."""
+        """Finds the outcomes of the next steps without the method; yields wherever a step must be trained."""
         return iter(())
 
     def offload(self, trainer: T) -> None:
@@ -74,21 +79,23 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def run_method(self, trainer: T, call: Callable[[], Any], owned: bool) -> None:
-        """Has ``call`` run the method, and verifies its effects.
+        """Makes ``call`` run the method, and verifies the method's effects.
 
-        owned: whether nobody but ``call`` holds the method's result, so that its memory can be measured.
+        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
         """
 
     @abstractmethod
     def call_method(self, trainer: T) -> Any:
-        """Calls the method of the case, as its user does."""
+        """Calls the method of the case as its user would."""
 
     def recover(self, trainer: T) -> bool:
-        """Has the job recover from a step that raised before the method; returns whether it can train on."""
+        """Makes the job recover from a step that raised before the method; returns whether it can train on."""
         return True
 
     def resume(self, trainer: T) -> None:
-        """Brings back what the next training step needs, and checks that it starts from the right weights."""
+        """Brings back the memory that the next training step needs, and checks that it starts from the right
+        weights.
+        """
 
     def measure_step(self, trainer: T) -> contextlib.AbstractContextManager[None]:
         """Context of the next training step."""
@@ -103,14 +110,14 @@ class CaseSteps(ABC, Generic[T]):
         """Returns whether the trainer can serve the next case after its step."""
 
     def take_back(self, trainer: T) -> None:
-        """Takes a trainer that the next case may use back to where this one found it."""
+        """Takes a trainer that the next case may use back to the state in which this case found it."""
 
     def calls_again(self) -> bool:
         """Returns whether the method is called a second time, which shows what it keeps from the first call."""
         return False
 
     def explain_retirement(self) -> str:
-        """Explains why a process in which no trainer is kept must end with the case; empty if it need not."""
+        """Explains why the process must end with a case that keeps no trainer; empty if it need not."""
         return ""
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""The checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
+"""Checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
 
-Its contents are taken with the reference, without any method under test. If other processes save
-it, they save it as frameworks do, and also leave its contents and the outcome of their next step.
+Its contents are taken with the reference, without any method under test. If other processes save it, they save it as
+frameworks do, and also leave its contents and the outcome of their next step.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from fsdp_doctor.weights.fsdp.reader import ModelTensor
 
 EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)
-# Of the optimizer: not those of the run that is saved, so that a load which does not bring them is seen.
+# Options of the optimizer that differ from the saved run's, so that a load that does not restore them is detected.
 _OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
 _DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A run between two steps. Tensors are on the host.
+    """State of a run between two steps. Tensors are on the host.
 
-    weights: every name of the state dict. tied_names: the names among them that are not the first name of a parameter.
-    missing_key: the name that is left out of the checkpoint ``missing-key``.
-    moments: ``<parameter>.<state>``, unsharded. options: of the one param group.
-    raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's.
-    went_on: the outcome of the run's next step; None if another number of ranks took that step, on other batches.
-    directory: the files as frameworks save them; None if no other process saved the checkpoint.
+    weights: the tensors of the state dict, under all names. tied_names: the names that are not a parameter's first name
+    missing_key: the name that is left out of the checkpoint ``missing-key``
+    moments: the optimizer's state by ``<parameter>.<state>``, unsharded. options: the options of the one param group
+    raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's position in its batches
+    went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches
+    directory: the files as frameworks save them; None if no other process saved the checkpoint
     """
 
     weights: Full
@@ -70,7 +70,9 @@ class Checkpoint:
 
 
 def find_source(scenario: Scenario) -> Scenario:
-    """The scenario whose run is saved: the same one as far as it decides the bits of a training step."""
+    """Returns the scenario whose run is saved: the same one in every respect that affects the bits of a training
+    step.
+    """
     return scenario.change(
         offload=scenario.offload if decides_bits(scenario.offload) else Offload(),
         staging="unstaged",
@@ -83,9 +85,9 @@ def find_source(scenario: Scenario) -> Scenario:
 
 
 def decides_bits(offload: Offload) -> bool:
-    """Returns whether a training step with the offload may end with other bits than a step without the offload.
+    """Returns whether a training step with the offload may give other bits than a step without it.
 
-    It does where an update is made on the host, or of other gradients.
+    It does if an update is made on the host, or from other gradients.
     """
     match offload.way:
         case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.AROUND_STEP:
@@ -99,9 +101,11 @@ def decides_bits(offload: Offload) -> bool:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Trains the source of a scenario for three steps. Returns the run after the second. Every rank must call it.
+    """Trains the source of a scenario for three steps.
 
-    save: called after the second step too.
+    Returns the run's state after the second. Every rank must call it.
+
+    save: called after the second step, too.
     """
     start = Start(same_batches=_needs_same_batches(scenario), saves=scenario.checkpoint is CheckpointFit.OTHER_WORLD)
     trainer = Trainer(find_source(scenario), runtime, start=start)
@@ -127,7 +131,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
 
 def _copy_as_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Copies what deepcopy cannot, too: the 8-bit tensors of torchao."""
+    """Copies a state through a file, since deepcopy cannot copy torchao's 8-bit tensors."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -136,12 +140,12 @@ def _copy_as_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns where the processes that save the checkpoint of a scenario leave it."""
+    """Returns the directory in which processes that save the checkpoint of a scenario leave it."""
     return scratch / "saved" / f"{find_source(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
 
 
 def save(scenario: Scenario, runtime: Runtime) -> None:
-    """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
+    """Takes the checkpoint of a scenario, and saves it for later processes. Every rank must call it."""
     directory = name_directory(scenario, runtime.scratch)
     directory.mkdir(parents=True, exist_ok=True)
     is_of_hub = scenario.checkpoint is CheckpointFit.HUB
@@ -156,7 +160,7 @@ def save(scenario: Scenario, runtime: Runtime) -> None:
 
 
 def save_as_frameworks(trainer: Trainer, directory: pathlib.Path) -> None:
-    """Saves model and optimizer as a distributed checkpoint, and as verl's FSDPCheckpointManager, by rank.
+    """Saves model and optimizer as a distributed checkpoint, and by rank like verl's FSDPCheckpointManager.
 
     Every rank must call it.
     """
@@ -181,8 +185,9 @@ def _write_rank_files(
 
 
 def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
-    """Reads what :func:`save` left. Where more ranks load than saved, each additional rank takes its data position from
-    one that saved.
+    """Reads the checkpoint that :func:`save` left.
+
+    If more ranks load than saved, each additional rank takes its data position from a rank that saved.
     """
     directory = name_directory(scenario, runtime.scratch)
     saved_by: int
@@ -200,7 +205,7 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
 
 
 def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
-    """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
+    """Makes the weights in a checkpoint of that kind, as fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
         case (
@@ -225,7 +230,7 @@ def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str,
 
 
 def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
-    """The weights that the model must have after a load of a checkpoint of that fit, in the dtypes of its parameters.
+    """Makes the weights that the model must have after a load of a checkpoint of that kind, in its parameters' dtypes.
 
     A name that the checkpoint lacks is left out.
     """
@@ -234,7 +239,9 @@ def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[st
 
 
 def start_of(scenario: Scenario) -> Start:
-    """The start of a trainer before a load: other weights, or none yet, and other options than the saved run."""
+    """Returns the start of a trainer before a load: other weights, or none yet, and other options than the saved
+    run.
+    """
     return Start(
         weights="meta" if scenario.init.is_meta else "other",
         options=_OTHER_OPTIONS,
@@ -243,15 +250,16 @@ def start_of(scenario: Scenario) -> Start:
 
 
 def _needs_same_batches(scenario: Scenario) -> bool:
-    """Returns whether each rank would train a separate model: FSDP1 reduces no gradient over a shard group of one.
+    """Returns whether each rank would train a separate model, because FSDP1 reduces no gradient in a shard group of
+    one.
 
-    A checkpoint has one set of weights, so there every rank is given the same batches.
+    A checkpoint has one set of weights, so every rank is given the same batches in this case.
     """
     return scenario.version == 1 and scenario.sharding is Sharding.SIZE1
 
 
 class SavedCheckpoints:
-    """The checkpoints of one generation of workers, each made once. All ranks must make the same calls."""
+    """Checkpoints of one generation of workers, each made once. All ranks must make the same calls."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -259,14 +267,14 @@ class SavedCheckpoints:
         self._next_steps: dict[tuple[Scenario, Phase, CheckpointFit, bool], StepOutcome] = {}
 
     def choose(self, scenario: Scenario) -> Checkpoint:
-        """The checkpoint that a load in the scenario is given."""
+        """Returns the checkpoint that a load in the scenario is given."""
         key = (find_source(scenario), scenario.checkpoint if scenario.checkpoint.saved_elsewhere else "")
         if key not in self._checkpoints:
             self._checkpoints[key] = (_read if scenario.checkpoint.saved_elsewhere else take)(scenario, self._runtime)
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
-        """Builds a trainer of the scenario, and trains it where its phase says so."""
+        """Builds a trainer of the scenario, and trains it if its phase says so."""
         trainer = Trainer(scenario, self._runtime, start=start)
         if scenario.phase.is_trained:
             trainer.step()
@@ -275,10 +283,10 @@ class SavedCheckpoints:
         return trainer
 
     def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
-        """The outcome that the step after a load must have: that of the saved run's next step, if it can be compared.
+        """Returns the outcome that the step after a load must have.
 
-        Where weights alone are loaded, or another number of ranks saved the run: the step of a model to which the
-        same state is written by hand.
+        It is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks saved
+        the run, it is that of a model into which the same state is written by hand.
         """
         checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"
@@ -290,7 +298,7 @@ class SavedCheckpoints:
         return self._next_steps[key]
 
     def _train_from(self, checkpoint: Checkpoint, scenario: Scenario, with_optimizer: bool) -> StepOutcome:
-        # An optimizer has a state that can be written to once it has made a step.
+        # An optimizer has state to write to only after a step.
         source = find_source(scenario).change(phase="trained" if with_optimizer else scenario.phase)
         trainer = self.start(source, start_of(source))
         local_pieces.write(
@@ -314,7 +322,7 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 class CheckpointForms:
-    """Brings a checkpoint into the form that a method asks for, by hand where torch's function is under test.
+    """Brings a checkpoint into the form that a method needs, by hand if torch's function for it is under test.
 
     Every rank must call the methods in the same order. directory: a path that does not exist yet. files: the files that
     save_pretrained wrote; None for other checkpoints.
@@ -331,7 +339,7 @@ class CheckpointForms:
         self._directory = directory
 
     def make_state(self, contract: Contract) -> Any:
-        """The argument ``state`` of a method with that contract."""
+        """Makes the argument ``state`` of a method with that contract."""
         saved = self._checkpoint.directory
         match contract.given:
             case "full":
@@ -365,8 +373,9 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
-        """Maps the name of each entry to the tensor whose sharding it takes; None for a tensor that FSDP1 shards by its
-        first dim.
+        """Maps the name of each entry to the tensor whose sharding it takes.
+
+        The tensor is None for parameters that FSDP1 shards by their first dim.
         """
         contents = read_contents(self._model)
         like: dict[str, ModelTensor | None] = {name: t for t in contents.list_tensors() for name in t.names}
@@ -392,9 +401,9 @@ class CheckpointForms:
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:
-        """Returns whether the tensor is in an FSDP1 unit, whose sharded state dict exists only in a shard group of
-        several
-        ranks.
+        """Returns whether the tensor is in an FSDP1 unit.
+
+        A unit's sharded state dict exists only in a shard group of several ranks.
         """
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
 
@@ -419,7 +428,7 @@ class CheckpointForms:
         return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
 
     def _make_state_of_tensors(self, like: dict[str, ModelTensor | None], *, sharded: bool) -> dict[str, Any]:
-        """Makes the same of state that only its own tensors can hold, such as 8-bit codes."""
+        """Makes the state of an optimizer whose values only its own tensor classes can hold, such as 8-bit codes."""
         names = {id(t.tensor): t.names[0] for t in like.values() if t is not None}
         (group,) = self._optimizer.param_groups
         in_order = [names[id(parameter)] for parameter in group["params"]]

@@ -1,7 +1,7 @@
-"""The consumers of the entries that a method yields: the values of the axis ``consumer``.
+"""Consumers of the entries that a method yields: the values of the axis ``consumer``.
 
-A consumer pulls the entries and yields a result for each: on rank 0 the tensor that the receiver has, elsewhere the
-entry. Its results are then verified in the same way as the entries of a method.
+A consumer pulls the entries and yields a result for each: on rank 0 the tensor that the receiver got, on other ranks
+the entry itself. Its results are verified like the entries of a method.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _BUFFER_BYTES = 128 << 10
 _NUM_BUFFERS = 2
 _ENTRIES_BEFORE_THE_END = 3
 _SECONDS_OF_A_SLOW_RECEIVER = 0.005
-# What grows in each of these calls but the first grows with every call.
+# A resource leaks if it grows in each of these calls except the first.
 _CALLS = 7
-# What is read after each of them, and by how much it may grow.
+# The resources that are read after each call, and by how much each may grow.
 _NOISE = {
     "bytes of device memory": 0,
     "bytes of reserved device memory": 0,
-    # Without torch's flight recorder calls that keep nothing differ by a quarter of it, up and down.
+    # Without torch's flight recorder, calls that keep nothing differ by up to a quarter of this limit.
     "bytes of host memory": 16 << 10,
     "open descriptors": 0,
     "threads": 0,
@@ -56,11 +56,14 @@ _NOISE = {
 
 
 class ConsumerError(RuntimeError):
-    """A planted exception, for a sender that fails while it handles an entry."""
+    """Error that the doctor plants, for a sender that fails while it handles an entry."""
 
 
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
-    """Calls the method, and passes its result to the consumer. note: for what is found while it is consumed."""
+    """Calls the method, and passes its result to the consumer.
+
+    note: called with problems that are found while the result is consumed.
+    """
     pull = functools.partial(function, given)
     match consumer:
         case Consumer.ALONE:
@@ -96,7 +99,7 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
 
 
 def prepare_consumer(consumer: Consumer) -> None:
-    """Starts the receiver, which takes seconds, before the method is looked at."""
+    """Starts the receiver, which takes seconds, before the state is noted for the method."""
     if consumer.needs_sender and _sends():
         start_receiver()
 
@@ -106,7 +109,7 @@ def _sends() -> bool:
 
 
 class _Delivery:
-    """A sync of rank 0's: what it sends to the receiver, and what the receiver has in the end."""
+    """Delivery of one weight sync by rank 0: the tensors that it sends, and those that the receiver has in the end."""
 
     def __init__(self, note: _Note) -> None:
         self._note = note
@@ -159,7 +162,7 @@ def _send_packed(
     *,
     before: Callable[[], None] = lambda: None,
 ) -> _Entries:
-    """The other consumers pull on the stream on which they are called."""
+    """Sends packed buffers from rank 0; the other ranks only pull their entries, on the stream of the call."""
     if not _sends():
         before()
         yield from iterate_entries(pull())
@@ -174,7 +177,7 @@ def _send_packed(
 
 
 class _Wire:
-    """The channel of a packed sender. A buffer goes to the receiver when the sender has waited for its stream."""
+    """Channel of a packed sender. A buffer goes to the receiver once the sender has waited for the buffer's stream."""
 
     def __init__(self, send: Callable[[SentBucket], None]) -> None:
         self._send = send
@@ -188,7 +191,10 @@ class _Wire:
             del tensor
 
     def broadcast(self, buffer: torch.Tensor, src: int) -> None:
-        """Has what was pulled since the last time in it. The sender has waited for the stream of the last but one."""
+        """Sends a buffer with all entries that were pulled since the last one.
+
+        The sender has waited for the stream of the last buffer but one.
+        """
         del src
         if len(self._in_flight) == _NUM_BUFFERS:
             self._send(self._in_flight.popleft())
@@ -202,7 +208,7 @@ class _Wire:
 
 
 def _find_packed_sender(device: torch.device) -> Callable[..., None]:
-    """vLLM's own where it is installed, for any accelerator; ours elsewhere."""
+    """Returns vLLM's packed sender if vLLM is installed and there is an accelerator, otherwise the doctor's own."""
     vllm = importlib.util.find_spec("vllm")
     if device.type == "cpu" or vllm is None or not vllm.submodule_search_locations:
         return functools.partial(_send_buffers, device)
@@ -211,7 +217,7 @@ def _find_packed_sender(device: torch.device) -> Callable[..., None]:
 
 @functools.cache
 def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[..., None]:
-    """Loads its file alone, since the package loads kernels. It keeps its streams, so it is loaded once."""
+    """Loads vLLM's sender from its file alone, since the package loads kernels; once, since it keeps its streams."""
     file = package / "distributed" / "weight_transfer" / "packed_tensor.py"
     spec = importlib.util.spec_from_file_location("vllm_packed_tensor", file)
     assert spec is not None
@@ -226,7 +232,7 @@ def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[...,
 
 
 class _TorchOfDevice:
-    """torch for a file that knows CUDA alone: another device's module is in the place of ``torch.cuda``."""
+    """torch module for a file that knows only CUDA: ``torch.cuda`` is replaced by another device's module."""
 
     def __init__(self, device_type: str) -> None:
         self.cuda = torch.get_device_module(device_type)
@@ -236,7 +242,7 @@ class _TorchOfDevice:
 
 
 def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int, read: Any, most_bytes: int) -> None:
-    """Sends as vLLM does: each of two buffers has a stream, under which entries are pulled and packed."""
+    """Sends like vLLM: each of two buffers has a stream, on which entries are pulled and packed."""
     module = torch.get_device_module(device)
     streams = [module.Stream(device) if device.type != "cpu" else None for _ in range(_NUM_BUFFERS)]
     for stream in itertools.cycle(streams):
@@ -259,7 +265,7 @@ def _synchronize(stream: Any) -> None:
 
 @torch.no_grad()
 def write_weights(given: MethodArguments) -> None:
-    """Imitates the end of a step: writes every weight with the same bits, by kernels for which nothing waits."""
+    """Imitates the end of a step: rewrites every weight with the same bits, in kernels that are not waited for."""
     for parameter in given.model.parameters():
         local = private.read_local_tensor(parameter).detach()
         local.copy_(local.clone())
@@ -284,7 +290,10 @@ def _send_colocated(entries: _Entries, given: MethodArguments, note: _Note) -> _
 
 
 def _send_over_devices(pull: Callable[[], Any], given: MethodArguments, note: _Note) -> _Entries:
-    """Broadcasts each entry to a receiver on the device of rank 1. The order of launches is checked; nothing hangs."""
+    """Broadcasts each entry to a receiver on rank 1's device.
+
+    The order of launches is checked, so a deadlock does not hang.
+    """
     assert given.scratch is not None
     directory = given.scratch.with_name(f"{given.scratch.name}-launches")
     emulated = torch.get_device_module(given.device)
@@ -337,7 +346,10 @@ def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Not
 
 
 def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
-    """num_read: how often that was done before, each time with a stream."""
+    """Reads the resources that the process uses.
+
+    num_read: the number of earlier calls, each of which made a stream.
+    """
     gc.collect()
     process = psutil.Process()
     read = dict.fromkeys(_NOISE, 0)
@@ -366,7 +378,7 @@ def _read_host_bytes(process: psutil.Process) -> int:
 
 
 class _MallocCounts(ctypes.Structure):
-    """The struct mallinfo2 of glibc: what is mapped is the fifth, and what is in use of the rest the eighth."""
+    """Struct ``mallinfo2`` of glibc: the fifth count is mapped memory, the eighth is other memory in use."""
 
     _fields_ = (("counts", ctypes.c_size_t * 10),)
 
@@ -386,7 +398,11 @@ def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
 
 
 def _fail(pull: Callable[[], Any], given: MethodArguments, note: _Note, fail: Callable[[], None]) -> _Entries:
-    """The handler's collective is over the model's group. Who offers ``with`` is closed before."""
+    """Makes rank 0 fail after a few entries, and all ranks call a collective of the model's group while it handles the
+    error.
+
+    A result that is a context manager is closed before the collective.
+    """
     result = pull()
     try:
         with result if hasattr(result, "__exit__") else contextlib.nullcontext():

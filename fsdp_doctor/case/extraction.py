@@ -1,5 +1,5 @@
-"""The steps of a case that extracts: the method runs, each entry is verified, and so is the state that the method must
-not change.
+"""Steps of a case that extracts: the method runs, and its entries and the state that it must not change are
+verified.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExtractionCheck:
     """Runs a method that extracts from a model, and records what it yields, keeps and changes.
 
     Create it when the model is in the state in which the method will run. truth: the model's weights in that state.
-    watches_state: whether memory and model may be inspected while copies are in flight; inspecting waits for them.
+    watches_state: whether memory and model may be inspected now; inspecting waits for copies in flight.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class ExtractionCheck:
             self._before = training_state.digest_state(model, optimizer)
 
     def check_weights(self, what: str) -> None:
-        """Compares this rank's shards with the reference. ``what``: the sentence for shards that differ."""
+        """Compares this rank's shards with the reference.
+
+        what: the beginning of the problem's text if shards differ.
+        """
         self._runtime.synchronize()
         if lost := training_state.find_lost_weights(self._model, self._truth):
             self._recorder.note("poisoned", f"{what}: {join_first_names(lost)}")
@@ -86,14 +89,14 @@ class ExtractionCheck:
         measured: contextlib.AbstractContextManager[None] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has ``call`` run the method, and verifies the method's result.
+        """Makes ``call`` run the method, and verifies the method's result.
 
         live_tensors: ids of the tensors that stay alive in any case, so that yielding one keeps no more memory alive.
         offloaded_bytes: size of the shards that the method promises to move off the device before it yields.
         owned: whether only ``call`` holds the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
         measured: a context that is entered while the method runs.
-        ended: called when the method has ended, before what it leaves is looked at.
+        ended: called when the method has ended, before the memory that it leaves is inspected.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
@@ -115,10 +118,11 @@ class ExtractionCheck:
         keeps: bool,
         ended: Callable[[], None],
     ) -> None:
-        """Runs the method, reads each entry when it comes, verifies them, then looks for memory that was not released.
+        """Runs the method, reads each entry when it comes, verifies the entries, then looks for memory that was not
+        released.
 
-        Nothing waits for the device before the method has ended, as nothing does where entries are sent on: a wait
-        would order what the method leaves unordered.
+        Nothing waits for the device before the method has ended, as in a framework that sends entries on: a wait would
+        hide races by ordering work that the method leaves unordered.
         """
         recorder, runtime = self._recorder, self._runtime
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
@@ -184,7 +188,7 @@ class ExtractionCheck:
             self._recorder.note("leak", detail)
 
     def _check_shards_are_gone(self, allocated: int | None, shard_bytes: int, first: Any) -> None:
-        """Checks that the memory of the shards, which the method has moved off the device, was released."""
+        """Checks that the method has freed the device memory of the shards that it moved to the host."""
         now = self._runtime.read_allocated_bytes()
         if now is None or allocated is None:
             return
@@ -195,13 +199,13 @@ class ExtractionCheck:
             self._recorder.note("leak", detail)
 
     def _count_surplus(self, allocated: int | None) -> int:
-        """Bytes of device memory above ``allocated``; 0 where the device does not count them."""
+        """Returns the bytes of device memory above ``allocated``; 0 if the device does not count them."""
         now = self._runtime.read_allocated_bytes() if allocated is not None else None
         return max(0, now - allocated) if now is not None and allocated is not None else 0
 
 
 class ExtractionSteps(MatrixSteps):
-    """The steps of a case of the matrix whose method extracts weights; see :class:`case_run.CaseRun`."""
+    """Steps of a case of the matrix whose method extracts weights; see :class:`case_run.CaseRun`."""
 
     keeps_settings = True
 
@@ -235,8 +239,8 @@ class ExtractionSteps(MatrixSteps):
             # A second step: the first one allocates what stays (Adam's state, cuBLAS workspaces).
             with measured(watch, "trained"):
                 trainer.step()
-            # As every later cycle leaves it: loading the optimizer takes Adam's step counters, which a step
-            # makes on the host, to the device with the rest of the state.
+            # Bring the state into the form that every later cycle leaves: loading the optimizer moves Adam's step
+            # counters, which a step makes on the host, to the device with the rest of the state.
             trainer.resume()
         return trainer
 
@@ -249,8 +253,9 @@ class ExtractionSteps(MatrixSteps):
         return self.scenario.phase.is_trained and self._goes_on
 
     def look_ahead(self, trainer: Trainer) -> Iterator[None]:
-        """Rehearses the steps that follow the calls of the method, before the first. A case whose memory is measured
-        has no rehearsal.
+        """Rehearses the steps that follow the calls of the method, before the first call.
+
+        A case whose memory is measured has no rehearsal.
         """
         if self._recorder.record.call == 1 and not self._runtime.with_ledgers:
             may_call_again = self.scenario.phase.is_trained and is_user_method(self.method.name)
@@ -258,7 +263,7 @@ class ExtractionSteps(MatrixSteps):
         return iter(())
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to where the case found it."""
+        """Takes the trainer back to the state in which the case found it."""
         if not self._runtime.with_ledgers:
             self._next_steps.take_back(trainer)
 
@@ -295,7 +300,7 @@ class ExtractionSteps(MatrixSteps):
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
-        """Runs and verifies the method. If every rank refuses to yield codes as weights, this is recorded."""
+        """Runs and verifies the method. If every rank refuses to yield codes as weights, records the refusal."""
         try:
             self._extract(trainer, call, owned)
         except SystemExit:
@@ -333,7 +338,7 @@ class ExtractionSteps(MatrixSteps):
         self.check_trained(trainer, 0)
 
     def _take_step_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to where the method found it, if the method has trained a step."""
+        """Takes the trainer back to the state at the method's call, if the method has trained a step."""
         if self._moment is not None:
             self._moment.restore(trainer)
             self._moment = None
@@ -342,7 +347,7 @@ class ExtractionSteps(MatrixSteps):
                 trainer.stage()
 
     def recover(self, trainer: Trainer) -> bool:
-        """Has the job recover from the step that raised before the method; returns whether it can train on."""
+        """Makes the job recover from the step that raised before the method; returns whether it can train on."""
         self._recorder.enter("next step")
         self._goes_on = trainer.recover()
         return self._goes_on
@@ -373,7 +378,7 @@ class ExtractionSteps(MatrixSteps):
 
 
 class _Timed:
-    """Measures the seconds inside the method itself: its call and each of its steps, not our checks between."""
+    """Timer of the seconds inside the method itself: its call and each of its steps, without the checks in between."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -407,7 +412,7 @@ class _Timed:
 
 @contextlib.contextmanager
 def detect_races(device: torch.device, note: Callable[[ProblemKind, str], None]) -> Iterator[None]:
-    """Notes the data races of a block; the block has waited for the device at its end.
+    """Notes the data races in a block. The block must wait for the device at its end.
 
     Only the emulated device detects races.
     """
@@ -425,7 +430,7 @@ def detect_races(device: torch.device, note: Callable[[ProblemKind, str], None])
 
 
 def _measure_kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
-    """Bytes of each yielded tensor that somebody still references and whose memory was not freed."""
+    """Returns the size in bytes of each yielded tensor that is still referenced and whose memory was not freed."""
     sizes = [
         private.read_local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None
     ]
@@ -433,6 +438,6 @@ def _measure_kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
 
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of this rank's shards that lie on the device."""
+    """Counts the bytes of this rank's shards that are on the device."""
     shards = [private.read_local_tensor(tensor.shown) for tensor in reader.read(model).list_tensors()]
     return sum(shard.nbytes for shard in shards if shard.device == device)

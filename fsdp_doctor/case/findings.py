@@ -1,4 +1,4 @@
-"""Compares host tensors bit by bit, and sums up the findings of a check as problems."""
+"""Compares host tensors bit by bit, and summarizes the findings of a check as problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 3
 
 
 class Findings:
-    """Collects findings by name, and sums them up: one problem for each kind, in the order in which kinds came."""
+    """Findings by name, summarized as one problem for each kind, in the order in which kinds came."""
 
     def __init__(self) -> None:
         self._names: dict[ProblemKind, dict[str, list[str]]] = {}
@@ -35,10 +35,10 @@ def join_first_names(names: Collection[str]) -> str:
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Describes how two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits, too.
+    """Describes how two host tensors differ, bit by bit; empty if they are equal. NaNs are compared by their bits, too.
 
-    Where the dtypes differ, ``expected`` is rounded to the dtype of ``actual``, and then any NaN is like any other:
-    which one rounding makes of a NaN depends on the device, and on a CPU on the vector instructions.
+    If the dtypes differ, ``expected`` is rounded to the dtype of ``actual``, and all NaNs count as equal, because the
+    NaN that rounding makes depends on the device, and on a CPU on the vector instructions.
     """
     if actual.numel() != expected.numel():
         return f"{actual.numel()} elements, not {expected.numel()}"
@@ -55,7 +55,10 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def describe_first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """The sentence for elements that differ. ``differs``: a flat mask with at least one of them."""
+    """Describes the elements that differ.
+
+    differs: a flat mask with at least one of them.
+    """
     first = int(differs.nonzero()[0])
     got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
     return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"

@@ -21,10 +21,10 @@ _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class _Facts:
-    """A parameter or buffer before the load, which should leave all but its values.
+    """Facts about a parameter or buffer before the load, which may change only its values.
 
-    pinned: False where copies are in flight, for they leave shards pinned that no policy pins.
-    values: this rank's part, on the host; None on the meta device, or where copies are in flight.
+    pinned: False if copies are in flight, since these leave shards pinned that no policy pins. values: this rank's
+    part, on the host; None on the meta device, or if copies are in flight.
     """
 
     device: torch.device
@@ -36,13 +36,16 @@ class _Facts:
 
 
 class LoadedState:
-    """Made just before the load and asked for :meth:`problems` just after it; local to a rank.
+    """State of a model before a load, compared with its state after it; local to a rank.
 
-    right: the values that the model must have, unsharded.
-    device: the compute device. on_host: the parameters whose shards belong on the host if they are now on meta.
-    pins: whether a policy of torch's may pin shards.
-    left_alone: a name whose tensor the load must not change.
-    watches: whether the values from before may be read now, which waits for copies in flight.
+    Create it just before the load, and call :meth:`list_problems` just after it.
+
+    right: the values that the model must have, unsharded
+    device: the compute device. on_host: the parameters on the meta device whose shards belong on the host
+    pins: whether a torch offload policy may pin shards
+    buffers: the values of buffers that no state dict has
+    left_alone: the name of a tensor that the load must not change
+    watches: whether the earlier values may be read now, which waits for copies in flight
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class LoadedState:
         self._findings = Findings()
 
     def list_problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
-        """One problem for each kind of finding, with the first few names of each.
+        """Returns one problem for each kind of finding, with the first few names of each.
 
         reported_missing: the names that the method reported as not loaded.
         """
@@ -163,8 +166,9 @@ class LoadedState:
             self._findings.note("wrong", difference, piece.name)
 
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
-        """Explains why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses
-        it.
+        """Explains why the tensor's device is wrong; empty if it is right.
+
+        Right are the device before the load and, for a buffer, the device that uses it.
         """
         if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
@@ -201,7 +205,7 @@ class LoadedState:
 def find_optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
-    """Checks the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
+    """Checks the optimizer after a load: every moment and step, their dtypes, and the options of its groups."""
     findings = Findings()
     for index, state in enumerate(optimizer.state.values()):
         for key, value in state.items():
@@ -233,7 +237,7 @@ def find_optimizer_problems(
 
 
 def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each of its groups, without the parameters."""
+    """Returns the options of each of the optimizer's groups, without the parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED}
         for group in optimizer.param_groups
@@ -241,7 +245,7 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_other_option(ours: Any, wanted: Any) -> bool:
-    """Returns whether an option is another; a setter of torch turns tuples into lists, which no optimizer minds."""
+    """Returns whether two options differ. A list equals a tuple, since a setter of torch turns tuples into lists."""
     ours, wanted = (tuple(value) if isinstance(value, list) else value for value in (ours, wanted))
     return isinstance(ours, torch.Tensor) != isinstance(wanted, torch.Tensor) or bool(ours != wanted)
 

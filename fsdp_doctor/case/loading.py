@@ -1,4 +1,6 @@
-"""The steps of a case that loads: other weights before the method, every shard compared after it and after a step."""
+"""Steps of a case that loads: the model starts with other weights, and every shard is compared after the method and a
+step.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from fsdp_doctor.matrix.methods import MatrixMethod
 
 
 class LoadingSteps(MatrixSteps):
-    """The steps of a case whose method loads weights, the optimizer's state, or both; see :class:`case_run.CaseRun`.
+    """Steps of a case whose method loads weights, the optimizer's state, or both; see :class:`case_run.CaseRun`.
 
-    A checkpoint that does not fit is either refused on every rank or loaded right.
+    A checkpoint that does not fit must be either refused on every rank or loaded right.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class LoadingSteps(MatrixSteps):
         trainer = self._saved.start(self.scenario, start_of(self.scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
-            # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic keeps
-            # the bits of a NaN that a GPU made, but not of one that a CPU made.
+            # The weights are rounded on the device: torch's setters step an optimizer to make its state, and a GPU's
+            # arithmetic keeps the bits of a NaN that a GPU made, but not of one that a CPU made.
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
             dtypes = {name: piece.held.dtype for piece in pieces for name in piece.names}
             on_device = self._runtime.device
@@ -73,9 +75,7 @@ class LoadingSteps(MatrixSteps):
         return trainer
 
     def is_reusable(self, trainer: Trainer) -> bool:
-        """Returns whether a trainer can be used for the next case: no, because each load needs one with other
-        weights.
-        """
+        """Returns False: each load needs a trainer with other weights."""
         return False
 
     def take_reference(self, trainer: Trainer) -> None:
@@ -116,9 +116,9 @@ class LoadingSteps(MatrixSteps):
             )
 
     def recover(self, trainer: Trainer) -> bool:
-        """Returns whether the job trains on: not where FSDP1's raised backward had the load refused.
+        """Returns whether the job trains on; it does not if the load was refused because FSDP1's backward had raised.
 
-        After a load nothing is done for it: a model that has been loaded must be able to train.
+        After a load nothing else is done: a model that has been loaded must be able to train.
         """
         return not self._recorder.record.refusal or not self.scenario.checkpoint.must_load
 
@@ -159,11 +159,11 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """Returns whether the model may be read; reading waits for copies in flight, which would hide races."""
+        """True if the model may be read; reading waits for copies in flight, which would hide races."""
         return self.scenario.transfer.is_blocking
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
-        """Runs the method. If every rank refuses a checkpoint that does not fit, this is recorded."""
+        """Runs the method. If every rank refuses a checkpoint that does not fit, records the refusal."""
         runtime, must_fit = self._runtime, self.scenario.must_load
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
@@ -196,7 +196,7 @@ def _differs(piece: local_pieces.LocalPiece) -> bool:
 
 
 def _read_missing_keys(result: Any) -> Iterable[str]:
-    """The names that ``load_state_dict``, torch's setters or our loader return as not loaded."""
+    """Returns the names that ``load_state_dict``, torch's setters or our loader report as not loaded."""
     for attribute in ("missing_keys", "missing"):
         if names := getattr(result, attribute, ()):
             return tuple(names)

@@ -23,13 +23,15 @@ Full = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPiece:
-    """The part of one tensor that is on this rank.
+    """Part of one tensor on this rank.
 
-    names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
-    shown: the sharded tensor that the model or the optimizer has; FSDP1's may be unsharded. device: the one that it
-    reports, or reported before it was unsharded. held: this rank's part in its present memory, which can be written.
-    copies: the other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
-    expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
+    names: all names of a tied parameter; for a moment only ``<parameter>.<state>``
+    shown: the sharded tensor that the model or the optimizer has; FSDP1's may be unsharded
+    device: the device that it reports, or reported before it was unsharded
+    held: this rank's part in its present memory, which can be written
+    copies: other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard
+    expected: the right values on the host, flat or of the part's shape; None if no unsharded tensor has any of these
+        names
     """
 
     names: tuple[str, ...]
@@ -41,7 +43,7 @@ class LocalPiece:
 
     @property
     def everywhere(self) -> tuple[torch.Tensor, ...]:
-        """Returns all tensors that must have the expected values."""
+        """All tensors that must have the expected values."""
         return (self.held, *self.copies)
 
     @property
@@ -115,10 +117,10 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """One parameter in an FSDP1 unit.
+    """Place of one parameter in an FSDP1 unit.
 
-    index: its place in the unit. mine: those elements of the flat parameter that belong to the parameter and are in
-    this rank's shard. begin: where these elements begin in the shard.
+    index: the parameter's index in the unit. mine: the elements of the flat parameter that belong to the parameter and
+    are in this rank's shard. begin: the first of these elements in the shard.
     """
 
     unit: Fsdp1Unit
@@ -129,9 +131,7 @@ class _Place:
     begin: int
 
     def cut_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's elements of the unsharded parameter, in the order in which the flat parameter has
-        them.
-        """
+        """Returns this rank's elements of the unsharded parameter, in the order of the flat parameter."""
         flat = torch.empty(self.slice.shape.numel(), dtype=full.dtype)
         flat.as_strided(self.slice.shape, self.slice.stride).copy_(full)
         return flat[self.mine.start - self.slice.offset : self.mine.stop - self.slice.offset]
@@ -168,7 +168,9 @@ def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiec
 def _read_state_in_unit(
     place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor
 ) -> LocalPiece | None:
-    """The parameter's stretch of the flat parameter's state, or the whole state of the original parameter."""
+    """Returns the piece of a parameter's state: its stretch of the flat parameter's, or the original parameter's whole
+    state.
+    """
     unit = place.unit
     if not len(place.mine):
         return LocalPiece(names=(name,), shown=full, device=full.device, held=full.new_empty(0), expected=None)
@@ -183,7 +185,10 @@ def _read_state_in_unit(
 
 
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
-    """Makes the piece of one tensor. placed: a tensor that is placed as the state is."""
+    """Makes the piece of one tensor; None if there is no state.
+
+    placed: a tensor that is placed like the state.
+    """
     if state is None:
         return None
     held = read_values(state)

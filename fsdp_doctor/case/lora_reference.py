@@ -1,7 +1,8 @@
-"""The weights of a model with LoRA adapters, merged and adapter alone: from the reference, on the host.
+"""Weights of a model with LoRA adapters, merged or adapters only, computed from the reference on the host.
 
-The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum. So not
-one value of a merged weight is right but all that are as near to the exact one as rounding can bring a method.
+The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum.
+Therefore not only one value of a merged weight is right, but every value that is as near to the exact one as rounding
+allows.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from fsdp_doctor.weights.fsdp import reader
 
 @dataclass(frozen=True)
 class Merged:
-    """exact: in float64. bound: how far off each element may be in ``dtype``, the weight's own."""
+    """Merged weight.
+
+    exact: in float64. bound: the largest error of each element in ``dtype``, the weight's own dtype.
+    """
 
     exact: torch.Tensor
     bound: torch.Tensor
     dtype: torch.dtype
 
     def describe_difference(self, actual: torch.Tensor) -> str:
-        """Describes how ``actual``, on the host, differs; empty if it does not."""
+        """Describes how ``actual``, on the host, differs; empty if it is within the bound."""
         bound = self.bound
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
@@ -38,14 +42,15 @@ class Merged:
 
 @dataclass(frozen=True)
 class RankPart:
-    """The part of a tensor that is on this rank, copied to the host, 1-D. merged: its values with the adapter added."""
+    """Part of a tensor on this rank, copied to the host, 1-D. merged: its values with the adapter added."""
 
     values: torch.Tensor
     merged: Merged | None
 
     def describe_difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
-        """Describes how a yielded shard and its place differ; empty if they do not. ``full``: the tensor without
-        adapters.
+        """Describes how a yielded shard and its place differ; empty if they are right.
+
+        full: the tensor without adapters.
         """
         if actual.numel() != self.values.numel():
             return f"a shard of {actual.numel()} elements where this rank holds {self.values.numel()}"
@@ -58,7 +63,7 @@ class RankPart:
 
 
 def is_adapter(name: str) -> bool:
-    """Returns whether a parameter of that name belongs to an adapter."""
+    """Returns whether a parameter with that name belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -91,7 +96,7 @@ def select_base_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def select_adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapters alone, by their names in peft's adapter files, which lack the adapter's own name."""
+    """Selects only the adapters, by their names in peft's adapter files, which lack the adapter's own name."""
     return {name.replace(".default", ""): tensor for name, tensor in full.items() if is_adapter(name)}
 
 

@@ -1,4 +1,4 @@
-"""The steps that all cases of the matrix share: the doctor's own trainer is offloaded, staged and brought back."""
+"""Steps that all cases of the matrix share: the doctor's own trainer is offloaded, staged and brought back."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fsdp_doctor.verdict.records import make_failure
 
 
 class MatrixSteps(CaseSteps[Trainer]):
-    """The steps of a case of the matrix. Where a method that extracts and one that loads differ, subclasses say how.
+    """Steps of a case of the matrix. Subclasses implement the differences between extractions and loads.
 
-    given: what the method is called with, once the case is prepared.
-    undoes_staging: whether a staged module is moved back to the CPU before the next step.
+    given: the arguments of the method, once the case is prepared. undoes_staging: whether a staged module is moved back
+    to the CPU before the next step.
     """
 
     given: MethodArguments
@@ -54,12 +54,12 @@ class MatrixSteps(CaseSteps[Trainer]):
 
     @property
     def state(self) -> Any:
-        """The checkpoint that the method is given; None where it is given none."""
+        """Checkpoint that the method is given, or None."""
         return None
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """The buffers that no state dict has, which the method is given, by name, on the host."""
+        """Buffers that no state dict has and that the method is given, by name, on the host."""
         return {}
 
     def check_possible(self) -> None:
@@ -86,11 +86,11 @@ class MatrixSteps(CaseSteps[Trainer]):
         trainer.step()
 
     def train_within(self, trainer: Trainer) -> None:
-        """Trains a step while the method goes on."""
+        """Trains a step while the method is still running."""
         self.train_on(trainer)
 
     def train_on(self, trainer: Trainer) -> None:
-        """Brings a prepared trainer back, and trains a step."""
+        """Brings a prepared trainer back into the state for training, and trains a step."""
         trainer.resume(undo_staging=self.undoes_staging)
         trainer.step()
 
@@ -122,13 +122,13 @@ class MatrixSteps(CaseSteps[Trainer]):
         )
 
     def watch_state(self, trainer: Trainer) -> None:
-        """Notes the state that the method must not change, and what it must deliver."""
+        """Notes the state that the method must not change, and the values that it must deliver."""
         raise NotImplementedError
 
     def _check_as_named(self, trainer: Trainer) -> None:
-        """Raises NotAsNamed if the model was built otherwise than the id of its scenario says.
+        """Raises NotAsNamed if the model is not built as the id of its scenario says.
 
-        Before a second call a mismatch is the first call's doing, and is noted.
+        Before a second call, the first call caused the mismatch, and it is noted as a problem.
         """
         device, ranks = self._runtime.device.type, self._runtime.world_size
         try:
@@ -144,9 +144,11 @@ class MatrixSteps(CaseSteps[Trainer]):
         return consume(self.scenario.consumer, self._function, self.given, self._recorder.note)
 
     def refuse(self, error: BaseException, directory: pathlib.Path) -> None:
-        """Records that this rank refused the method's work. Raises ``error`` if another rank did not, or is gone.
+        """Records that this rank refused the method's work.
 
-        directory: the checkpoint, whose name is left out.
+        Raises ``error`` if another rank did not refuse, or is gone.
+
+        directory: the checkpoint's directory, which is replaced in the recorded text.
         """
         # The supervisor may have to end the others, which wait: it must know why.
         self._recorder.fail(error)
@@ -158,7 +160,10 @@ class MatrixSteps(CaseSteps[Trainer]):
         raise error
 
     def was_refused_everywhere(self, mine: bool) -> bool:
-        """Returns whether every rank refused; every rank must call this. mine: whether this rank refused."""
+        """Returns whether every rank refused. Every rank must call it.
+
+        mine: whether this rank refused.
+        """
         self._recorder.restore_torch()
         flags = torch.tensor([int(mine)], device="cpu")
         dist.all_reduce(flags, group=self._runtime.control)
@@ -175,7 +180,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         self.check_resumed(trainer)
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Prepares the optimizer of the next step, which is mostly the optimizer that trained before."""
+        """Prepares the optimizer of the next step, which usually is the optimizer that trained before."""
 
     def check_resumed(self, trainer: Trainer) -> None:
         """Checks that the next step starts from the right weights."""
@@ -190,7 +195,7 @@ class MatrixSteps(CaseSteps[Trainer]):
 
 
 def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runtime) -> str:
-    """Says why the method cannot be tried in this scenario; empty if it can."""
+    """Explains why the method cannot be tried in this scenario; empty if it can."""
     if reason := explain_impossible(method, scenario):
         return reason
     if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):

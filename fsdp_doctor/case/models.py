@@ -1,8 +1,8 @@
-"""The small Qwen models under test, and a user's configuration or checkpoint.
+"""Small Qwen models under test, and a user's configuration or checkpoint.
 
-A model is built once for each worker, in float32 on the CPU and from one seed, so that every
-rank has the same weights; each scenario shards a copy of it. Loads start from one with other weights,
-from another seed, or from one on the meta device.
+A model is built once for each worker, in float32 on the CPU and from one seed, so that every rank has the same weights;
+each scenario shards a copy of it. Loads start from a model with other weights, from another seed, or from a model on
+the meta device.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
 
 
 def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
-    """A causal language model, float32, the same on every rank, on the CPU or on the meta device.
+    """Builds a causal language model in float32, the same on every rank, on the CPU or on the meta device.
 
-    ``own`` weights come from the user's directory, if it has a checkpoint.
+    ``own`` weights come from the user's directory if it has a checkpoint.
     """
     model = copy.deepcopy(_build_template(name, dims, custom, weights))
     for module in model.modules() if name.is_quantized else ():
@@ -55,18 +55,18 @@ def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights
 
 
 def halve(model: nn.Module) -> None:
-    """Makes every parameter bfloat16, in place; buffers keep their dtypes, as transformers loads a model."""
+    """Casts every parameter to bfloat16, in place; buffers keep their dtypes, as when transformers loads a model."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
 
 
 @torch.no_grad()
 def add_special_values(model: Any) -> None:
-    """Gives a built-in model the values that a copy can lose and a sum cannot show, in place; it trains as before.
+    """Gives a built-in model, in place, values that a copy can lose and a sum cannot show; it trains as before.
 
-    -0.0 and a subnormal number are in a neuron of each dense MLP whose output is zero, so that it has no gradient. The
-    rows of an untied embedding that no batch asks for (:func:`choose_token_range`) hold them, too, and also NaN and
-    both infinities. The first and the last neurons and rows are used, so that several ranks have such values.
+    -0.0 and a subnormal number are put into a neuron of each dense MLP whose output is zero, so that it has no
+    gradient. The rows of an untied embedding for which no batch asks (:func:`choose_token_range`) also get NaN and both
+    infinities. The first and the last neurons and rows are used, so that several ranks have such values.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
     layers: Any = find_decoder_layers(model)
@@ -84,13 +84,13 @@ def add_special_values(model: Any) -> None:
 
 
 def choose_token_range(name: Model, model: Any) -> range:
-    """The tokens that a batch is made of: all but the first and the last, or all tokens of a user's model."""
+    """Returns the tokens that batches use: all but the first and the last, or all tokens of a user's model."""
     size = read_vocabulary_size(model)
     return range(size) if name.is_custom else range(1, size - 1)
 
 
 def list_transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
-    """The buffers that no state dict has, by name, on the CPU."""
+    """Lists the buffers that no state dict has, by name, on the CPU."""
     model = _build_template(name, dims, custom, "own")
     saved = model.state_dict().keys()
     return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
@@ -130,7 +130,7 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
 
 
 def _quantize(model: Any) -> nn.Module:
-    """Loads the weights in 4 bits, as a QLoRA job does: transformers quantizes while it loads."""
+    """Quantizes the weights to 4 bits as a QLoRA job does: transformers quantizes while it loads."""
     from transformers import BitsAndBytesConfig
 
     options = BitsAndBytesConfig(
@@ -144,9 +144,9 @@ def _quantize(model: Any) -> nn.Module:
 
 
 def _convert_to_float8(model: nn.Module) -> nn.Module:
-    """Makes a copy of each weight in float8 where it is gathered and multiplied, as torchtitan does.
+    """Makes each weight be gathered and multiplied in float8, like torchtitan.
 
-    The multiplication is emulated, which needs no particular GPU.
+    The multiplication is emulated, so no particular GPU is needed.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -157,7 +157,7 @@ def _convert_to_float8(model: nn.Module) -> nn.Module:
 
 
 def check_directory(directory: pathlib.Path) -> None:
-    """Raises UsageError if transformers cannot build the model that is in it."""
+    """Raises UsageError if transformers cannot build the model in the directory."""
     try:
         _build_template(Model.CUSTOM, Dims.EVEN, directory, "own")
     except Exception as error:
@@ -210,7 +210,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
 
 def explain_unsupported(name: Model, *, fused: bool = False) -> str:
-    """Explains why what is installed cannot build the model, with fused experts if asked; empty if it can."""
+    """Explains why the installed packages cannot build the model, with fused experts if asked; empty if they can."""
     import transformers
 
     config, packages = _list_needs(name)
@@ -226,7 +226,7 @@ def explain_unsupported(name: Model, *, fused: bool = False) -> str:
 
 
 def _list_needs(name: Model) -> tuple[str, tuple[str, ...]]:
-    """(the model's configuration in transformers, the packages that it needs in addition)."""
+    """Returns (the model's configuration class in transformers, the additional packages that it needs)."""
     match name:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS:
             return "Qwen3Config", ()
@@ -249,24 +249,24 @@ def _list_needs(name: Model) -> tuple[str, tuple[str, ...]]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Has the decoder layers computed again in the backward, as verl does."""
+    """Makes the backward compute the decoder layers again, as verl does."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def add_buffers(model: nn.Module, seed: int) -> None:
-    """Registers a float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
+    """Registers a persistent float32 buffer in each layer, like e_score_correction_bias in MoE models."""
     for index, layer in enumerate(find_decoder_layers(model)):
         layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index + 10 * seed)
 
 
 def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the model says must not be split: FSDP's units, as in verl."""
+    """Returns the modules that the model says must not be split: FSDP's units, as in verl."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def find_input_embedding(model: Any) -> nn.Module | None:
-    """The embedding if it may be a separate FSDP unit; None if it is tied to the head."""
+    """Returns the embedding if it may be a separate FSDP unit; None if it is tied to the head."""
     text = model.config.get_text_config()
     # Of a model of images and text, transformers since 5 has it beside the text's.
     tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else model.config.tie_word_embeddings

@@ -12,13 +12,13 @@ from fsdp_doctor.case.training_state import StepOutcome, digest_step, list_optim
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.weights.fsdp import private, reader
 
-# What decides the bits of a trainer: its scenario, and whether it has a mesh. And one of its steps, by number.
+# The facts that determine the bits of a trainer: its scenario, and whether it has a mesh. A step also has a number.
 _Build: TypeAlias = tuple[Scenario, bool]
 _Step: TypeAlias = tuple[_Build, int]
 
 
 class Moment:
-    """The state of a trainer between two training steps, copied to the host: all that a step changes."""
+    """State of a trainer between two training steps, copied to the host: everything that a step changes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.num_steps = trainer.num_steps
@@ -36,9 +36,10 @@ class Moment:
 
 
 class NextSteps:
-    """The outcomes of the next training steps of scenarios whose methods were not called, on this rank.
+    """Outcomes of the next training steps, on this rank, in scenarios whose method was not called.
 
-    Each is rehearsed once, by a model that no method has touched. Every rank must call the methods in the same order.
+    Each step is rehearsed once, with a model that no method has touched. Every rank must call the methods in the same
+    order.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class NextSteps:
     def rehearse(self, trainer: Trainer, num_steps: int) -> None:
         """Trains the next steps and takes the trainer back, unless their outcomes are known.
 
-        A trainer that has not stepped cannot be taken back: another one is built.
+        A trainer that has made no step cannot be taken back, so another one is built for the rehearsal.
         """
         if not trainer.num_steps:
             if (_name(trainer), num_steps) not in self._outcomes:
@@ -64,11 +65,11 @@ class NextSteps:
             moment.restore(trainer)
 
     def find_outcome(self, trainer: Trainer) -> StepOutcome:
-        """The rehearsed outcome of the step that the trainer has made last."""
+        """Returns the rehearsed outcome of the step that the trainer made last."""
         return self._outcomes[_name(trainer), trainer.num_steps]
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes a trainer back to where its first case found it."""
+        """Takes a trainer back to the state in which its first case found it."""
         if self._start is not None and self._start[0] == _name(trainer):
             self._start[1].restore(trainer)
 
@@ -83,7 +84,7 @@ def _name(trainer: Trainer) -> _Build:
 
 
 def _list_changing(trainer: Trainer) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The memories of each parameter, buffer and moment on this rank, by name."""
+    """Lists the memories of each parameter, buffer and moment on this rank, by name."""
     places = {piece.name: piece.everywhere for piece in local_pieces.list_model_pieces(trainer.model, {})}
     for buffer in reader.read(trainer.model).transient_buffers:
         places[buffer.names[0]] = (private.read_local_tensor(buffer.tensor).detach(),)

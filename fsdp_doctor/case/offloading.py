@@ -1,4 +1,4 @@
-"""Manual offloads of frameworks, and what brings the model back: verl's functions for both FSDPs, and other ways."""
+"""Manual offloads of frameworks, and loads after them: verl's functions for both FSDPs, and other ways."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fsdp_doctor.weights.fsdp.private import fsdp2
 
 @torch.no_grad()
 def offload(model: nn.Module, *, non_blocking: bool) -> None:
-    """verl's offload_fsdp_model_to_cpu and offload_fsdp2_model_to_cpu."""
+    """Offloads like verl's offload_fsdp_model_to_cpu and offload_fsdp2_model_to_cpu."""
     _move(model, torch.device("cpu"), non_blocking=non_blocking)
 
 
 @torch.no_grad()
 def load(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None:
-    """verl's load_fsdp_model_to_gpu and load_fsdp2_model_to_gpu.
+    """Loads like verl's load_fsdp_model_to_gpu and load_fsdp2_model_to_gpu.
 
-    FSDP1's units under a policy stay where they are; an FSDP2 model is moved whatever offload it is under.
+    FSDP1's units under a policy are not moved; an FSDP2 model is moved under any offload.
     """
     _move(model, device, non_blocking=non_blocking)
 
@@ -39,13 +39,15 @@ def _move(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None
 
 @torch.no_grad()
 def move_shards(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives every shard other memory on ``device``, as miles_diffusion's sleep and wake do (pull request 182)."""
+    """Gives every shard other memory on ``device``, like miles_diffusion's sleep and wake (pull request 182)."""
     fsdp2.give_memory(model, device, pin_memory=pin_memory)
 
 
 @torch.no_grad()
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, *, non_blocking: bool = False) -> None:
-    """verl's offload_fsdp_optimizer and load_fsdp_optimizer: every tensor of the state, the step counters too."""
+    """Moves every tensor of the state, including step counters, like verl's offload_fsdp_optimizer and
+    load_fsdp_optimizer.
+    """
     for state in optimizer.state.values():
         entries: dict[str, Any] = state
         for key, value in entries.items():
@@ -54,18 +56,19 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, *, no
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Has the state on ``device`` during each update alone: verl's optimizer_offload_step (pull request 7804)."""
+    """Keeps the state on ``device`` only during each update, like verl's optimizer_offload_step (pull request 7804)."""
     optimizer.register_step_pre_hook(lambda updated, *_: move_optimizer(updated, device))
     optimizer.register_step_post_hook(lambda updated, *_: move_optimizer(updated, torch.device("cpu")))
 
 
 @torch.no_grad()
 def unstage(model: nn.Module, device: torch.device, offloaded: Collection[nn.Module]) -> None:
-    """Undoes ``load`` under CPUOffloadPolicy: shards to the CPU, where torch expects them, buffers to ``device``.
+    """Undoes ``load`` under CPUOffloadPolicy: moves shards to the CPU, where torch expects them, and buffers to
+    ``device``.
 
-    A half-moved module trains again after it. The policy moves parameters only, so the buffers
-    that ``model.to`` took along must come back. offloaded: the modules under the policy; the other units go to
-    ``device``, outer ones first.
+    A half-moved module can train again afterwards. The policy moves only parameters, so buffers that ``model.to`` moved
+    must be moved back. offloaded: the modules under the policy; the other units are moved to ``device``, outer ones
+    first.
     """
     model.to("cpu")
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The optimizers of the axis: what makes each of them, and the memory of its state."""
+"""Optimizers of the axis: how each is made, and the memory of its state."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
 def make_optimizers(
     kind: Optimizer, model: nn.Module, *, foreach: bool | None, options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Makes the optimizer of the axis over the parameters that the model has now, and one for those it does not take.
+    """Makes the optimizer of the axis over the model's present parameters, and another for parameters that it cannot
+    take.
 
-    foreach: of AdamW and SGD. options: of the first; all kinds have them. The other one has the same in every run.
+    foreach: for AdamW and SGD. options: options of the first optimizer, which all kinds have. The other optimizer has
+    the same options in every run.
     """
     parameters = list(model.parameters())
     match kind:
@@ -67,7 +69,7 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
     import torchao.optim
 
     class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-        """Steps without torch.compile, which has no compiler for the emulated device; torch's setters step, too."""
+        """Steps without torch.compile, which cannot compile for the emulated device. torch's setters also call it."""
 
         def step(self, closure: Any = None) -> Any:
             with torch.compiler.set_stance("force_eager"):
@@ -78,7 +80,7 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
 
 
 def read_values(state: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a state tensor; of 8-bit codes the values that they stand for."""
+    """Returns this rank's part of a state tensor; for 8-bit codes, the values that they stand for."""
     local = private.read_local_tensor(state).detach()
     return local.dequantize() if hasattr(local, "__tensor_flatten__") else local
 

@@ -1,7 +1,7 @@
-"""A receiver of weights: a separate process, with which rank 0 shares a second process group.
+"""Receiver of weights: a separate process with which rank 0 shares a second process group.
 
-``python -m fsdp_doctor.case.receiver PORT`` is the receiver. It keeps the tensors that arrive, by name, and returns
-them on request, so that the received weights are verified and not the sent ones. It refuses a tensor that arrives
+``python -m fsdp_doctor.case.receiver PORT`` runs the receiver. It keeps the tensors that arrive, by name, and returns
+them on request, so that the received weights are verified instead of the sent ones. It refuses a tensor that arrives
 twice, and a bucket with a missing part. It ends with the process that started it.
 """
 
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The facts about a tensor that a receiver needs next to its bytes."""
+    """Facts about a tensor that a receiver needs in addition to its bytes."""
 
     name: str
     shape: torch.Size
@@ -50,9 +50,10 @@ class TensorHeader:
 
 @dataclass(frozen=True, eq=False)
 class SentBucket:
-    """A bucket as it is sent.
+    """Bucket in the form in which it is sent.
 
-    buffer: the tensors one after the other, as a 1-D uint8 tensor on the host. seconds: how long the receiver takes.
+    buffer: the tensors one after the other, as a 1-D uint8 tensor on the host. seconds: how long the receiver waits
+    before it answers.
     """
 
     buffer: torch.Tensor
@@ -62,9 +63,9 @@ class SentBucket:
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """A tensor that comes by a collective of an emulated device.
+    """Tensor that comes through a collective of an emulated device.
 
-    index: the index of the receiver's device. directory: the directory where the order of launches is noted.
+    index: the index of the receiver's device. directory: the directory in which the order of launches is noted.
     """
 
     header: TensorHeader
@@ -77,7 +78,7 @@ _Message: TypeAlias = SentBucket | _Broadcast | _Request
 
 
 class ReceiverGoneError(RuntimeError):
-    """The receiver has ended."""
+    """Error for a receiver that has ended."""
 
 
 class _Group:
@@ -99,16 +100,17 @@ class _Group:
 
     @functools.cached_property
     def on_device(self) -> Any:
-        """The process group of the same two processes over the current emulated devices."""
+        """Process group of the same two processes over the current emulated devices."""
         return torch.get_device_module("emulated").make_backend(
             dist.PrefixStore("device", self._store), self._rank, 2, _TIMEOUT
         )
 
 
 class Receiver:
-    """The end of rank 0. What sends returns when the receiver has a copy: why it refuses it, or an empty string.
+    """Rank 0's end of the connection to the receiver.
 
-    Everything raises ReceiverGoneError where the receiver has ended.
+    A method that sends returns when the receiver has a copy, with the reason for a refusal or an empty string. All
+    methods raise ReceiverGoneError if the receiver has ended.
     """
 
     def __init__(self) -> None:
@@ -122,7 +124,7 @@ class Receiver:
         return str(self._ask(bucket))
 
     def broadcast(self, name: str, tensor: torch.Tensor, index: int, directory: pathlib.Path) -> str:
-        """tensor: contiguous, on an emulated device. See ``_Broadcast``."""
+        """Broadcasts a tensor, contiguous and on an emulated device, to the receiver; see ``_Broadcast``."""
         self._group.send(_Broadcast(TensorHeader(name, tensor.shape, tensor.dtype), index, directory), _SENDER)
         self._group.on_device.broadcast(tensor, _SENDER).wait()
         return str(self._group.receive(_RECEIVER))
@@ -133,7 +135,7 @@ class Receiver:
         return weights
 
     def end(self) -> None:
-        """The receiver ends without a word; this process has another one from now on."""
+        """Ends the receiver without an answer; the next :func:`start_receiver` starts another one."""
         self._group.send("end", _SENDER)
         self._process.communicate()
         start_receiver.cache_clear()
@@ -148,7 +150,7 @@ class Receiver:
 
 @functools.cache
 def start_receiver() -> Receiver:
-    """The receiver of this process, which lives as long."""
+    """Returns the receiver of this process, which is started once and lives as long as the process."""
     return Receiver()
 
 
@@ -159,7 +161,7 @@ class _Arrivals:
         self.num_broadcasts = 0
 
     def keep(self, bucket: SentBucket) -> str:
-        """Returns why the bucket is refused; empty if it is not."""
+        """Keeps the tensors of a bucket. Returns why the bucket is refused; empty if it is not."""
         sizes = [header.nbytes for header in bucket.headers]
         if len(bucket.buffer) != sum(sizes):
             return f"{len(bucket.buffer)} of {sum(sizes)} bytes of a bucket arrived"
@@ -171,7 +173,7 @@ class _Arrivals:
         return ""
 
     def receive(self, message: _Broadcast) -> str:
-        """Launches the receiver's part of the broadcast as late as the other process on the same device allows."""
+        """Launches the receiver's part of the broadcast as late as the other process on the same device permits."""
         header = message.header
         devices.load(RunDevice(type="emulated"), "emulated")
         torch.accelerator.set_device_index(message.index)

@@ -1,4 +1,4 @@
-"""The record of one case on one rank: stages are reported, exceptions become part of it, the ranks agree on the end."""
+"""Record of one case on one rank: it is reported at each stage, includes exceptions, and the ranks agree on its end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PROGRESS_SECONDS = 1.0
 
 
 class _RankState(NamedTuple):
-    """The state that a rank reports to the other ranks after a call of the method.
+    """State that a rank reports to the other ranks after a call of the method.
 
-    num_agreements: number of agreements by our own loaders and extractors.
+    num_agreements: the number of agreements by the doctor's own loaders and extractors.
     """
 
     failed: int
@@ -39,10 +39,10 @@ class _RankState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOutcome:
-    """The outcome of a call of the method, over all ranks.
+    """Outcome of a call of the method, over all ranks.
 
-    works: all ranks ended in the same way, and the model's process group carries a collective. poisoned: the training
-    state of some rank was changed. sound: no rank found anything worse than a leak.
+    works: all ranks ended in the same way, and a collective over the model's process group works. poisoned: the
+    training state of some rank was changed. sound: no rank found anything worse than a leak.
     """
 
     works: bool = False
@@ -51,7 +51,7 @@ class SharedOutcome:
 
 
 class Recorder:
-    """Keeps the record of one case. ``report`` is called with it each time the case reaches another stage."""
+    """Keeps the record of one case, and calls ``report`` with it each time the case reaches another stage."""
 
     def __init__(self, case_id: str, report: RecordSink) -> None:
         self._report = report
@@ -61,7 +61,7 @@ class Recorder:
 
     @property
     def unbroken(self) -> bool:
-        """Returns whether the case has raised no exception and can be run here."""
+        """True if the case has raised no exception and can be run here."""
         return self.record.failure is None and not self.record.unsupported
 
     def enter(self, stage: Stage) -> None:
@@ -86,7 +86,7 @@ class Recorder:
         self._report(self.record)
 
     def show_progress(self, num_tensors: int) -> None:
-        """Reports once a second, so that a method which goes on yielding is not taken for a hang."""
+        """Reports at most once a second, so that a method that keeps yielding is not taken for a hang."""
         if time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
             self.add(num_tensors=num_tensors)
             self.report()
@@ -107,7 +107,7 @@ class Recorder:
     def record_exceptions(self) -> Iterator[None]:
         """Records an exception instead of raising it, even a KeyboardInterrupt, since no user interrupts a worker.
 
-        SystemExit is not recorded but raised: it ends the worker.
+        SystemExit is raised, because it ends the worker.
         """
         try:
             yield
@@ -126,7 +126,7 @@ class Recorder:
         self.add(ledgers=(*self.record.ledgers, *watch.take()))
 
     def restore_torch(self) -> None:
-        """Restores the functions of torch that the method replaced, until the next stage begins."""
+        """Restores the torch functions that the method replaced, until the next stage begins."""
         self._torch_functions.restore()
 
     def clean_up(self, side_effects: SideEffects) -> None:
@@ -136,9 +136,9 @@ class Recorder:
         self.add(retire=", ".join(filter(None, (self.record.retire, left))))
 
     def agree(self, runtime: Runtime) -> SharedOutcome:
-        """Tells the other ranks how this one ended, and tries their process group. Every rank must call it.
+        """Tells the other ranks how this rank ended, and tries the model's process group. Every rank must call it.
 
-        Whether the group works decides whether the next case may run in the same workers.
+        The next case may run in the same workers only if the group works.
         """
         self.restore_torch()
         failed = self.record.failure is not None

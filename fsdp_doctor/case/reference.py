@@ -1,8 +1,8 @@
-"""The reference: the weights as they are, read without any method under test.
+"""Reference: the model's weights, read without any method under test.
 
-Right after the training step, before any manual offload or staging (both can corrupt), each rank
-synchronizes, copies its local shards to the host, and the shards are joined by hand from the
-placements, over the control group. Nothing here calls ``state_dict``, ``full_tensor`` or an unshard.
+Right after the training step, before any manual offload or staging (both can corrupt weights), each rank synchronizes
+and copies its local shards to the host. The shards are joined by hand, according to the placements, over the control
+group. Nothing here calls ``state_dict``, ``full_tensor`` or an unshard.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 @dataclass(kw_only=True)
 class Reference:
-    """The values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
+    """Values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
 
-    full: every name of the state dict, tied names sharing one tensor; of 4-bit codes the weights that they stand for.
-    codes: the joined codes of those weights, by name.
-    parameters: the names of the parameters, each once, under its first name.
-    buffer_names: of the persistent buffers.
+    full: the tensors of the state dict, under all names, tied names sharing one tensor; for 4-bit codes, the weights
+        that they stand for.
+    codes: the joined 4-bit codes of those weights, by name.
+    parameters: the first name of each parameter.
+    buffer_names: the names of the persistent buffers.
     local: this rank's shard of each tensor that is in no FSDP1 unit, under its first name.
     flat: this rank's shard of each FSDP1 unit without its padding, under the flat parameter's name.
-    optimizer: ``<parameter>.<state>`` for every state of every parameter, unsharded.
+    optimizer: every state of every parameter, unsharded, under ``<parameter>.<state>``.
     """
 
     full: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -52,22 +53,22 @@ class Reference:
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def list_buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers alone."""
+        """Lists only the persistent buffers."""
         return {name: self.full[name] for name in self.buffer_names}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a tensor on this rank, and the function that joins all ranks' parts, flat and in rank order."""
+    """Part of a tensor on this rank, and the function that joins the parts of all ranks, flat and in rank order."""
 
     local: torch.Tensor
     join: Callable[[list[torch.Tensor]], None]
 
 
 def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> Reference:
-    """Joins the shards of the model, and of the optimizer's state if one is given.
+    """Joins the shards of the model, and of the optimizer's state if an optimizer is given.
 
-    Every rank must call it. Raises LayoutError where the shards do not fit together.
+    Every rank must call it. Raises LayoutError if the shards do not fit together.
     """
     runtime.synchronize()
     contents = read_contents(model)
@@ -87,7 +88,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
 
 
 def _decode(model: nn.Module, full: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(4-bit codes by the names of their weights, the weights that bitsandbytes computes from them)."""
+    """Returns (4-bit codes by the names of their weights, the weights that bitsandbytes computes from them)."""
     codes, weights = {}, {}
     for module_name, module in model.named_modules():
         state: Any = getattr(module, "quant_state", None)
@@ -106,7 +107,7 @@ def _decode(model: nn.Module, full: dict[str, torch.Tensor]) -> tuple[dict[str, 
 def _list_tensor_parts(
     reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[_Part]:
-    """The tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
+    """Yields the parts of tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
     for tensor in contents.list_tensors():
         name = tensor.names[0]
         local = reference.local[name] = _copy_to_host(private.read_local_tensor(tensor.tensor))
@@ -121,7 +122,9 @@ def _list_tensor_parts(
 
 
 def _list_states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """A parameter's states in the order of torch's optimizers: a load may have left another order on each rank."""
+    """Lists a parameter's states in the order of torch's optimizers, since a load may leave different orders on the
+    ranks.
+    """
     states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     return sorted(states.items(), key=lambda state: (state[0] != "step", state[0]))
 
@@ -156,7 +159,7 @@ def _make_joiner(
 def _list_unit_parts(
     reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[_Part]:
-    """FSDP1's units: flat shards, joined in rank order and cut along the unit's metadata."""
+    """Yields the parts of FSDP1's units: flat shards, which are joined in rank order and cut by the unit's metadata."""
     for unit in contents.fsdp1_units:
         names = [names[0] for names in unit.names]
         reference.parameters += names
@@ -176,7 +179,7 @@ def _list_unit_parts(
 def _make_cutter(
     into: dict[str, torch.Tensor], names: list[str], suffix: str, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
-    """Cuts the joined flat parameter, or a flat state of it, into its parameters."""
+    """Makes a function that cuts the joined flat parameter, or a flat state of it, into its parameters."""
 
     def cut(pieces: list[torch.Tensor]) -> None:
         shards = _select_shard_group(pieces, unit)
@@ -221,14 +224,14 @@ def _make_stitcher(
 
 
 def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
-    """The pieces of the ranks over which this rank's unit is sharded; this rank's where it is not."""
+    """Selects the pieces of the ranks over which the unit is sharded; only this rank's if it is not sharded."""
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the host that nothing else writes to."""
+    """Makes a contiguous copy on the host, to which nothing else writes."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -250,7 +253,10 @@ def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torc
 
 
 def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields ranges of tensors that are moved in one go. ``sizes``: their bytes."""
+    """Yields ranges of tensors to move at once.
+
+    sizes: the tensors' sizes in bytes.
+    """
     begin, total = 0, 0
     for index, size in enumerate(sizes):
         if index > begin and total + size > _BATCH_BYTES:
@@ -264,7 +270,7 @@ def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
 def _gather_batch(
     tensors: list[torch.Tensor], sizes: list[list[int]], runtime: Runtime
 ) -> Iterator[list[torch.Tensor]]:
-    """One collective over the bytes of all the tensors, each rank's padded to the longest rank's."""
+    """Gathers the bytes of all the tensors in one collective, each rank's padded to the longest rank's."""
     padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
     torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=padded[: sum(sizes[runtime.rank])])
     everyone = [torch.empty_like(padded) for _ in range(runtime.world_size)]

@@ -1,4 +1,4 @@
-"""One rank's place in the job: its device, its process groups, its meshes, its memory counters."""
+"""Place of one rank in the job: its device, process groups, meshes and memory counters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _CU_CTX_SCHED_BLOCKING_SYNC = 4
 
 @dataclass(kw_only=True)
 class Runtime:
-    """One rank's device, process groups and limits, for all cases that it runs.
+    """Device, process groups and limits of one rank, for all cases that it runs.
 
-    control: a gloo group of all ranks, apart from the groups that the model uses; the reference
-        is joined over it and the ranks agree over it.
+    control: a gloo group of all ranks, apart from the groups that the model uses; the reference is joined over it, and
+        the ranks agree over it.
     scratch: a directory that this run may write to, the same on every rank.
-    training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
+    training: the size of the scenarios' steps.
+    with_ledgers: whether the memory of their stages is measured.
     """
 
     rank: int
@@ -53,12 +54,12 @@ class Runtime:
         return self.device.type != "cpu"
 
     def name_directory(self, record: Record) -> pathlib.Path:
-        """A directory for this call of the case, the same on every rank, not yet made."""
+        """Returns a directory for this call of the case, the same on every rank, which does not exist yet."""
         name = record.case_id.replace("/", "-")
         return self.scratch / (name if record.call == 1 else f"{name}-{record.call}")
 
     def make_mesh(self, sharding: Sharding) -> DeviceMesh:
-        """The mesh of a value of the axis ``sharding``. Every rank must call it."""
+        """Returns the mesh of a value of the axis ``sharding``. Every rank must call it."""
         if sharding not in self._meshes:
             self._meshes[sharding] = _make_mesh(self.device.type, sharding, self.world_size)
         return self._meshes[sharding]
@@ -68,8 +69,9 @@ class Runtime:
             torch.get_device_module(self.device).synchronize()
 
     def check_group(self) -> bool:
-        """Returns whether a collective over the model's process group returns the right result. Every rank must call
-        it.
+        """Returns whether a collective over the model's process group gives the right result.
+
+        Every rank must call it.
         """
         ones = torch.ones(4, device=self.device)
         dist.all_reduce(ones)
@@ -77,7 +79,7 @@ class Runtime:
         return bool((ones == self.world_size).all())
 
     def read_allocated_bytes(self) -> int | None:
-        """Device memory in tensors now; None where the device does not count it."""
+        """Returns the device memory in tensors now; None if the device does not count it."""
         if not self.has_accelerator:
             return None
         self.synchronize()
@@ -173,10 +175,10 @@ def make_for_present_group(
 
 
 def wait_for_cuda_without_spinning(index: int) -> None:
-    """Has CUDA block a thread that waits for the device; by default it spins.
+    """Makes CUDA block a thread that waits for the device; by default the thread spins.
 
-    So a worker that waits for a collective which never ends can be told from one that works. It is a
-    flag of the context, which is not yet made; torch has no name for it. ROCm has no such library.
+    A worker that waits for a collective that never ends can then be told from one that works. It is a flag of the CUDA
+    context, so it must be set before the context is made; torch has no function for it. ROCm has no such library.
     """
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")

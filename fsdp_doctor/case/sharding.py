@@ -1,4 +1,4 @@
-"""Sharding as verl does it: ``fully_shard`` and ``FullyShardedDataParallel``, decoder layer by decoder layer."""
+"""Sharding like verl's: ``fully_shard`` and ``FullyShardedDataParallel``, decoder layer by decoder layer."""
 
 from __future__ import annotations
 
@@ -126,10 +126,11 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
-    """Leaves only this rank's part of the experts, fused as in transformers 5, and makes the rank use it alone.
+    """Keeps only this rank's part of the experts (fused, as in transformers 5), and makes the rank compute with it
+    alone.
 
-    The ranks of the mesh, which must be given the same tokens, add up what their experts put out. hidden: the part is a
-    parameter of its own; otherwise it is a DTensor.
+    The ranks of the mesh, which must be given the same tokens, add up the outputs of their experts. hidden: the part is
+    a plain parameter; otherwise it is a DTensor.
     """
     for name, full in list(module.named_parameters()):
         part = full.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
@@ -173,18 +174,18 @@ def _compute_part(rank: int, shape: torch.Size, mesh: DeviceMesh, placements: tu
 
 @functools.cache
 def list_ranks(mesh: DeviceMesh) -> frozenset[int]:
-    """The ranks that a mesh has."""
+    """Lists the ranks of a mesh."""
     return frozenset(mesh.mesh.flatten().tolist())
 
 
 def find_experts_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Along which its experts are hidden; None where they are not."""
+    """Returns the mesh along which the model's experts are hidden; None if they are not hidden."""
     mesh: DeviceMesh | None = getattr(model, _EXPERTS_MESH, None)
     return mesh
 
 
 def _place_experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Places the experts on a mesh of the same ranks with another process group."""
+    """Returns a placement function that puts the experts on a mesh of the same ranks with another process group."""
     apart = private.make_placement(_make_separate_mesh(mesh.device_type))
     experts = {id(parameter) for name, parameter in model.named_parameters() if ".experts." in name}
     return lambda parameter: apart if id(parameter) in experts else None
@@ -192,7 +193,7 @@ def _place_experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Par
 
 @functools.cache
 def _make_separate_mesh(device_type: str) -> DeviceMesh:
-    """Makes a mesh of all ranks with a process group of its own; ``init_device_mesh`` would take the default group."""
+    """Makes a mesh of all ranks with its own process group; ``init_device_mesh`` would use the default group."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("expert_fsdp",))
@@ -238,10 +239,10 @@ def _are_all_trained(model: nn.Module) -> bool:
 
 
 def _wrap_policy(model: nn.Module, offloaded: tuple[nn.Module, ...]) -> Any:
-    """Makes the policy that wraps each decoder layer, and as verl does for LoRA, each trained leaf if others are
-    frozen.
+    """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each trained leaf.
 
-    A flat parameter is trained as a whole or not at all. offloaded: the units under CPUOffload, with all below them.
+    verl wraps trained leaves for LoRA, since a flat parameter is trained as a whole or not at all. offloaded: the units
+    under CPUOffload, with all modules below them.
     """
     layer_classes = {type(layer) for layer in models.find_decoder_layers(model)}
     if _are_all_trained(model) and not offloaded:

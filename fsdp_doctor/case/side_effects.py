@@ -1,8 +1,8 @@
-"""Undoes what a method changes in the process besides its model, or says that no other case may run in the process.
+"""Undoes a method's changes to the process outside of its model, or says that no other case may run in the process.
 
-If a method that extracts changes settings that a training step depends on, this decides a verdict: the settings belong
-to the whole job, even if the small models here do not use them. A case is judged with everything that its method left
-in place.
+If a method that extracts changes settings on which a training step depends, this decides a verdict: the settings belong
+to the whole job, even if the small models here do not use them. A case is judged with all changes of its method in
+place.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-# Opened by methods in all, over the life of a process, and not closed.
+# Limit for descriptors that all methods together may leave open in the life of a process.
 _DESCRIPTORS_ALLOWED = 64
 _THREADS_END_SECONDS = 0.5
 _UNREADABLE = object()
-# Where others put their functions in the place of torch's.
+# Modules and classes in which other code replaces torch's functions.
 _OF_TORCH: tuple[Any, ...] = (torch, torch.Tensor, nn.Module, dist, distributed_c10d, DTensor)
 _ABSENT = object()
 
 
 @functools.cache
 def read_torch_functions() -> TorchFunctions:
-    """The functions of torch in this process; must be called before any code of the user runs."""
+    """Returns the torch functions of this process. It must be called before any code of the user runs."""
     return TorchFunctions()
 
 
 class TorchFunctions:
-    """The originals of the functions and methods of torch that the doctor uses, taken when this is made."""
+    """Original torch functions and methods that the doctor uses, as they are when the object is made."""
 
     def __init__(self) -> None:
         self._original = _take_snapshots()
@@ -64,7 +64,7 @@ class TorchFunctions:
 
 
 class _Snapshot:
-    """The functions of a module or class of torch. Compared many times in each case, so that must cost little."""
+    """Functions of a module or class of torch. They are compared many times in each case, so comparing is cheap."""
 
     def __init__(self, place: Any) -> None:
         self._place = place
@@ -72,7 +72,7 @@ class _Snapshot:
         self._all = list(vars(place).values())
 
     def find_differing(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yields (where, name, the value before) of every function that is not as before."""
+        """Yields (module or class, name, earlier value) of every function that has changed."""
         now, before = vars(self._place), self._functions
         if len(now) == len(self._all) and all(map(operator.is_, now.values(), self._all)):
             return
@@ -89,7 +89,7 @@ def _take_snapshots() -> list[_Snapshot]:
 
 
 class _LastSnapshots:
-    """Snapshots that are taken again only where a function has changed since: to compare them costs much less."""
+    """Snapshots that are taken again only if a function has changed since, because comparing costs much less."""
 
     def __init__(self) -> None:
         self._last = _take_snapshots()
@@ -135,7 +135,7 @@ class SideEffects:
         self._num_descriptors = _count_open_descriptors()
 
     def list_changed(self) -> list[str]:
-        """The settings that a training step depends on and that are not as :meth:`look_before` found them."""
+        """Lists the settings on which a training step depends and that have changed since :meth:`look_before`."""
         return [
             setting.name
             for setting, before in zip(self._settings, self._before, strict=True)
@@ -143,7 +143,7 @@ class SideEffects:
         ]
 
     def undo(self) -> str:
-        """Undoes what changed since :meth:`look_before`. Returns what cannot be undone, in words; empty if all is.
+        """Undoes the changes since :meth:`look_before`. Describes those that cannot be undone; empty if there are none.
 
         Does nothing in a case whose method was not called.
         """
@@ -165,9 +165,9 @@ class SideEffects:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A setting of the process.
+    """Setting of the process.
 
-    write: None where it cannot be set back. trains: whether a training step depends on it.
+    write: None if it cannot be set back. trains: whether a training step depends on it.
     """
 
     name: str
@@ -188,7 +188,7 @@ class _Setting:
         return before is not _UNREADABLE and (now is _UNREADABLE or not self.same(now, before))
 
     def put_back(self, before: Any) -> bool:
-        """Restores ``before``; returns whether the value is ``before`` afterwards."""
+        """Restores ``before``; returns whether the setting has this value afterwards."""
         if before is _UNREADABLE:
             return True
         try:
@@ -200,7 +200,7 @@ class _Setting:
 
 
 def _list_settings(device: torch.device) -> Iterator[_Setting]:
-    """Lists the settings in the order in which they are restored, first those that decide how tensors are made."""
+    """Lists the settings in the order in which they are restored; those that affect how tensors are made come first."""
     yield _Setting(
         "torch's functions",
         _LastSnapshots().read,
@@ -276,7 +276,10 @@ def _read_autocast(device_type: str) -> _Setting:
 
 
 def _read_autocast_nesting() -> tuple[int, bool]:
-    """Returns (the number of open autocast contexts, which only opening one more shows; whether casts are cached)."""
+    """Returns (the number of open autocast contexts, whether casts are cached).
+
+    Only opening another context shows the number.
+    """
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
 
@@ -306,7 +309,7 @@ def _set_signal_handlers(before: dict[int, Any]) -> None:
             signal.signal(number, handler)
 
 
-# Their handlers in a worker are faulthandler's, and not Python's to set back: they stay as the method left them.
+# Signals whose handlers in a worker are faulthandler's, which Python cannot restore: they stay as the method left them.
 _OF_FAULTHANDLER = (signal.SIGUSR1, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 
 

@@ -1,7 +1,7 @@
-"""A small trainer that builds, shards, trains, offloads and stages a model as verl does.
+"""Small trainer that builds, shards, trains, offloads and stages a model like verl.
 
-A scenario lives through verl's cycle: a training step; one that raises, the manual offload and staging, if there are
-any; the method under test; the manual offload again; load; the next training step.
+A scenario goes through verl's cycle: a training step; a step that raises, manual offload and staging, if the scenario
+has them; the method under test; the manual offload again; the load; the next training step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fsdp_doctor.weights.fsdp import private
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a trainer.
+    """Start of a trainer.
 
-    options: options of the optimizer. same_batches: whether every rank trains on the batches of rank 0.
-    saves: whether the trained model is saved for another number of ranks. There may then be too few ranks for two dims
-    of a mesh, so that one dim has one rank.
+    weights: the weights with which the model is built. options: options of the optimizer. same_batches: whether every
+    rank trains on the batches of rank 0. saves: whether the trained model is saved for another number of ranks; there
+    may then be too few ranks for two dims of a mesh, so that one dim has one rank.
     """
 
     weights: models.Weights = "own"
@@ -44,7 +44,7 @@ START = Start()
 
 
 def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype to which FSDP casts parameters for the computation; None where it casts nothing."""
+    """Returns the dtype to which FSDP casts parameters for the computation; None if it casts nothing."""
     match precision:
         case Precision.BF16_COMPUTE:
             return torch.bfloat16
@@ -55,19 +55,18 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
 
 
 class Unsupported(Exception):
-    """The scenario cannot be built here; the message says why, for the user."""
+    """Error for a scenario that cannot be built here; the message gives the reason to the user."""
 
 
 class StepRaised(Exception):
-    """The error of a step that the trainer has raise."""
+    """Error of a step that the trainer makes raise."""
 
 
 class Trainer:
-    """A sharded model with its optimizer, in the state between two training steps.
+    """Sharded model with its optimizer, in the state between two training steps.
 
     names_on_host: the parameters that were sharded under an offload policy, which keeps them on the host between steps.
-    watch: measures the memory of its stages.
-    Every method that is not a property is to be called by every rank.
+    watch: measures the memory of the trainer's stages. Every rank must call every method that is not a property.
     """
 
     watch = Unwatched()
@@ -129,8 +128,9 @@ class Trainer:
         )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The scenario's optimizer over the parameters that the model has now; those that it does not take have another
-        one, without state.
+        """Makes the scenario's optimizer over the model's present parameters.
+
+        Parameters that it does not take get another optimizer, without state.
         """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
@@ -145,7 +145,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The scenario's optimizer, and the optimizer of the parameters that it does not take."""
+        """Optimizer of the scenario, and the optimizer of the parameters that it does not take."""
         return (self.optimizer, *self._others)
 
     def read_data_position(self) -> torch.Tensor:
@@ -153,11 +153,11 @@ class Trainer:
         return self._generator.get_state()
 
     def seek(self, position: torch.Tensor) -> None:
-        """Goes on with the batches of the run whose :meth:`data_position` this is."""
+        """Continues with the batches of the run that returned ``position`` from :meth:`read_data_position`."""
         self._generator.set_state(position)
 
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
-        """Forward, backward, optimizer: parameters and optimizer state must be loaded.
+        """Runs forward, backward and the optimizer's step. Parameters and optimizer state must be loaded.
 
         after_forward: called between the first forward and its backward.
         """
@@ -177,14 +177,14 @@ class Trainer:
             raise FloatingPointError(f"the loss of training step {self.num_steps} is {float(loss)}")
 
     def _compute_loss(self) -> torch.Tensor:
-        """Runs the forward of the next batch."""
+        """Computes the loss of the next batch."""
         size = (self.runtime.training.batch, self.runtime.training.sequence)
         tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
         tokens = tokens.to(self.runtime.device)
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     def interrupt_step(self) -> None:
-        """Runs the step that raises before the method, where the scenario has one, and catches the error as a job does.
+        """Runs the step that raises before the method, if the scenario has one, and catches the error as a job does.
 
         It takes no batch, so the next step has the same batch as without the interrupted step.
         """
@@ -212,9 +212,9 @@ class Trainer:
         self.seek(position)
 
     def recover(self) -> bool:
-        """Does what a job can do by torch's own means for the next step to be right; returns whether it can be.
+        """Recovers after a step that raised, with torch's own means. Returns whether the next step will be right.
 
-        FSDP2: ``reset_iter_state``, which torch has from 2.13 on. FSDP1: a step whose gradients are dropped.
+        FSDP2: ``reset_iter_state``, which torch 2.13 and newer has. FSDP1: a step whose gradients are dropped.
         """
         raised = self.scenario.phase.raised
         if raised is None:
@@ -236,7 +236,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def offload(self) -> None:
-        """The framework's manual offload, where the scenario has one."""
+        """Offloads like the framework, if the scenario has a manual offload."""
         non_blocking = not self.scenario.transfer.is_blocking
         if self.scenario.param_offload:
             offloading.offload(self.model, non_blocking=non_blocking)
@@ -247,15 +247,15 @@ class Trainer:
             self._move_state(torch.device("cpu"))
 
     def stage(self) -> None:
-        """verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
+        """Stages like verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
         self._load_parameters()
         self._staged = True
 
     def resume(self, *, undo_staging: bool = False) -> None:
         """Does what verl does between the extraction and the next training step.
 
-        undo_staging: move a module that was staged under CPUOffloadPolicy back to the CPU, where
-            torch expects its shards; verl before PR 6463 did not.
+        undo_staging: whether to move a module that was staged under CPUOffloadPolicy back to the CPU, where torch
+        expects its shards; verl before PR 6463 did not.
         """
         self.unstage(undo_staging=undo_staging)
         self.load()
@@ -269,7 +269,7 @@ class Trainer:
         self._staged = False
 
     def load(self) -> None:
-        """The second half of :meth:`resume`: brings back what a manual offload took away."""
+        """Loads the memory that a manual offload moved away: the second half of :meth:`resume`."""
         if self.scenario.param_offload:
             self._load_parameters()
         if self.scenario.optimizer_offload:
@@ -279,7 +279,9 @@ class Trainer:
             self._move_state(self.runtime.device)
 
     def list_tensor_ids(self) -> set[int]:
-        """Ids of the tensors that live as long as the trainer: yielding one of them keeps nothing alive."""
+        """Lists the ids of the tensors that live as long as the trainer, so that yielding one keeps nothing else
+        alive.
+        """
         state = (value for values in self.optimizer.state.values() for value in values.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *state)
         shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
@@ -295,7 +297,9 @@ class Trainer:
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Returns which batches the rank trains on: tensor-parallel and expert-parallel neighbours have the same."""
+    """Returns the number of the batches on which the rank trains; tensor- and expert-parallel neighbours have
+    the same.
+    """
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank
 

@@ -1,6 +1,7 @@
-"""Digests of all that a training step starts from, and of what a step makes of it, to compare two moments or two runs.
+"""Digests of the state from which a training step starts, and of its outcome, to compare two moments or two runs.
 
-Local to a rank, no collective, except that every rank must train; shards are read where they lie, half-moved ones too.
+They are local to a rank and need no collective, except that every rank must train. Shards are read where they lie,
+half-moved or not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from fsdp_doctor.weights.fsdp import private, reader
 
 @dataclass(frozen=True)
 class StateDigest:
-    """parts: digests of all that a training step starts from. unsharded: the parameters that FSDP2 has unsharded."""
+    """Digest of the state from which a training step starts.
+
+    parts: digests of all parts of that state. unsharded: the parameters that FSDP2 has unsharded.
+    """
 
     parts: dict[str, tuple[str, ...]]
     unsharded: frozenset[str]
@@ -33,9 +37,9 @@ class StateDigest:
 
 @dataclass(frozen=True)
 class _StateTensor:
-    """A tensor of the model or the optimizer, and this rank's part of it.
+    """Tensor of the model or the optimizer, and this rank's part of it.
 
-    keeps_gradient: whether its gradient outlives zero_grad(), and so means nothing.
+    keeps_gradient: whether its gradient survives zero_grad(), and so means nothing.
     """
 
     name: str
@@ -47,9 +51,9 @@ class _StateTensor:
 def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Digests the training state of this rank.
 
-    Shards, buffers and their placements; which parameters train and have gradients; the optimizer's state, options and
-    parameters; train or eval; how gradients are reduced; the mixed precision and the offload policy; the hooks, and
-    forwards that replace those of the classes.
+    The state is: shards, buffers and their placements; which parameters train and have gradients; the optimizer's
+    state, options and parameters; train or eval mode; the reduction of gradients; the mixed precision and the offload
+    policy; hooks; and forwards that replace those of the classes.
     """
     contents = reader.read(model)
     states = [
@@ -88,15 +92,17 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
 
 
 def _list_unsharded(model: nn.Module) -> list[str]:
-    """The first names of the parameters, and the names of the flat parameters, that are whole on this rank now."""
+    """Lists the first names of parameters, and the names of flat parameters, that are whole on this rank now."""
     contents = reader.read(model)
     shown = [tensor.names[0] for tensor in contents.parameters if tensor.shown is not tensor.tensor]
     return shown + [unit.flat_name for unit in contents.fsdp1_units if unit.is_unsharded]
 
 
 def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
-    """Reports a problem if the extraction changed the state from which the next training step starts, and one if it
-    left parameters unsharded.
+    """Compares the training state before and after an extraction.
+
+    Returns a problem if the state from which the next training step starts has changed, and another if parameters were
+    left unsharded.
     """
     problems: list[Problem] = []
     was, now = before.parts, after.parts
@@ -109,9 +115,9 @@ def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]
 
 
 def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
-    """The parameters and buffers whose local shard on this rank differs from the reference.
+    """Lists the parameters and buffers whose shard on this rank differs from the reference.
 
-    The caller has synchronized with the device.
+    The caller must have synchronized with the device.
     """
     contents = reader.read(model)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -131,8 +137,8 @@ def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
 def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor]:
     for unit in contents.fsdp1_units:
         flat = unit.flat_parameter
-        # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
-        # keeps its own until the next unshard, an extraction's or a forward's, drops it.
+        # With use_orig_params, zero_grad() clears only the original parameters' gradients. The flat parameter keeps its
+        # gradient until the next unshard, by an extraction or a forward, drops it.
         shards, _ = unit.attributes_with_weights
         local = shards[-1] if unit.keeps_originals else flat.detach()
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
@@ -146,13 +152,13 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
 
 
 def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """A module's hooks by the numbers that torch gave them, and the forward that replaces its class's, if any."""
+    """Lists a module's hooks by torch's numbers, and the forward that replaces its class's, if any."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
 
 def list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number of the parameter, name of the state, its value), of 8-bit state each of its tensors."""
+    """Yields (number of the parameter, name of the state, its value); 8-bit state is yielded tensor by tensor."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for key, state in optimizer.state.get(parameter, {}).items():
@@ -160,7 +166,7 @@ def list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[in
 
 
 def _digest_tensors(tensors: list[torch.Tensor]) -> list[str]:
-    """A digest of each tensor's bits. Tensors of one device are copied to the host together."""
+    """Computes a digest of each tensor's bits. Tensors of one device are copied to the host together."""
     digests = [""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -192,7 +198,10 @@ def train_one_step(trainer: Trainer) -> list[str]:
 
 
 def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
-    """Returns the outcome of a step and what FSDP kept unsharded. unsharded: the result of :func:`train_one_step`."""
+    """Digests the outcome of a step, and which parameters FSDP kept unsharded.
+
+    unsharded: the result of :func:`train_one_step`.
+    """
     return digest_outcome(trainer.model, trainer.optimizer) | {
         "what is unsharded between forward and backward": ", ".join(unsharded),
         "what is unsharded after the backward": ", ".join(_list_unsharded(trainer.model)),
@@ -201,7 +210,7 @@ def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Has training steps use torch's deterministic algorithms: two runs from the same state end in the same bits."""
+    """Context in which training steps are deterministic: two runs from the same state end in the same bits."""
     mode, settings = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     filling = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -214,7 +223,7 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 
 def digest_outcome(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
-    """The digest of each shard on this rank and of each of its moments, by name. The device must be synchronized."""
+    """Digests each shard on this rank and each of its moments, by name. The device must be synchronized."""
     values = {piece.name: _unify_nans(piece.held) for piece in local_pieces.list_model_pieces(model, {})}
     for index, key, state in list_optimizer_states(optimizer):
         values[f"{key} of parameter {index}"] = _unify_nans(private.read_local_tensor(state).detach())
@@ -227,5 +236,5 @@ def _unify_nans(value: torch.Tensor) -> torch.Tensor:
 
 
 def find_differences(actual: StepOutcome, expected: StepOutcome) -> list[str]:
-    """The names that differ, or that one of the two lacks."""
+    """Lists the names whose digests differ or exist in only one of the two outcomes."""
     return [name for name in sorted(actual | expected) if actual.get(name) != expected.get(name)]

@@ -28,14 +28,16 @@ YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local s
 
 @dataclass(frozen=True, kw_only=True)
 class YieldedEntry:
-    """One entry that a method yielded: its type, its place, and its data on the host.
+    """Entry that a method yielded: its type, its place, and its data on the host.
 
-    shape: the shape of the whole tensor. data: the data; for a sharded entry this rank's part, None for what is not a
-    tensor. type_name: the type of an entry that is neither a tensor nor a shape and dtype.
-    local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, its placements.
-    is_freed: whether the memory of its data was freed, so that there is nothing to read.
-    rank_part, num_elements: for a ShardedTensor, which part this rank's shard is, and the number of elements of all
-    shards. place: the place of a local shard.
+    shape: the shape of the whole tensor
+    data: for a sharded entry this rank's part; None for an entry that is no tensor
+    type_name: the type of an entry that is neither a tensor nor a (shape, dtype) pair
+    local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, and its
+        placements
+    is_freed: whether the memory of its data was freed, so that nothing can be read
+    rank_part, num_elements: for a ShardedTensor, this rank's part, and the number of elements of all shards
+    place: the place of a local shard
     """
 
     name: str
@@ -63,7 +65,7 @@ class YieldedEntry:
 
     @property
     def kind(self) -> str:
-        """Form, dtype and kind of device: what two runs on different devices must have in common."""
+        """Form, dtype and device type of the entry, which must be the same in runs on different devices."""
         place = self.device.type
         if self.local_device is not None and self.local_device.type != place:
             place += f" with its local part on {self.local_device.type}"
@@ -85,20 +87,17 @@ class YieldedEntry:
         return "" if divided else "its shards do not make up the whole tensor once"
 
     def find_part(self, rank: int) -> LocalPart:
-        """Returns which part of the tensor the rank's data is. Raises LayoutError for placements that are not
-        understood.
-        """
+        """Returns the part of the tensor that is the rank's data. Raises LayoutError for unsupported placements."""
         if self.mesh is not None:
             return compute_part(rank, self.shape, self.mesh, self.placements)
         return self.rank_part or LocalPart.from_slices(tuple(slice(0, 0) for _ in self.shape))
 
 
 def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
-    """Reads one entry, whose data is on the host once the device has been waited for. An exception that the read raises
-    counts as one of the method.
+    """Reads one entry. Its data is complete on the host once the device has been waited for.
 
-    waits: whether the host waits for the copy, which then needs no pinned memory, as in a case whose memory is
-    measured.
+    An exception of the read counts as the method's. waits: whether the host waits for the copy, which then needs no
+    pinned memory; for a case whose memory is measured.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor
@@ -174,11 +173,10 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 
 
 def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
-    """Copies the tensor's data; the copy is complete once the device has been waited for. Returns None for a tensor on
-    the meta device, and if the memory was freed.
+    """Copies the tensor's data; None for a tensor on the meta device, and if the memory was freed.
 
-    The copy is issued on the current stream, and waits for nothing else: a host that waits would order whatever
-    follows on other streams. With ``waits`` the host waits all the same.
+    The copy is complete once the device has been waited for. It is issued on the current stream and waits for nothing
+    else, because a host that waits would order later work on other streams. With ``waits`` the host waits all the same.
     """
     if tensor.is_meta or _is_freed(tensor):
         return None
@@ -191,7 +189,7 @@ def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
 
 
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
-    """Iterates over (name, value) of what a method returned: a mapping, or anything that yields pairs.
+    """Yields the (name, value) pairs of a method's result: a mapping, or any iterable of pairs.
 
     An entry is released before the next one is asked for, so that a streamed tensor is not in memory twice.
     """
@@ -211,13 +209,13 @@ def _unpack_pair(item: Any) -> tuple[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedYield:
-    """The entries that a method must yield on one rank, their devices and dtypes.
+    """Entries that a method must yield on one rank, with their devices and dtypes.
 
     compute_dtype: the dtype to which FSDP casts parameters for the computation; None if it casts nothing.
     parameter_devices: the device that each parameter and buffer reports when the method starts, by its name.
     merged_weights: the weights with their adapters added, for a contract that promises them.
     rank_parts: this rank's part of each tensor, for a contract that promises this rank's shards.
-    earlier: what the method had to yield in its previous call; None for the first call.
+    earlier: the entries that the method had to yield in its previous call; None for the first call.
     """
 
     contract: Contract
@@ -233,10 +231,10 @@ class ExpectedYield:
 
 
 class Verifier:
-    """Checks what one method yields on one rank, entry by entry.
+    """Checks the entries that one method yields on one rank.
 
-    Call :meth:`check` with each entry, as :func:`read` returned it while the method was running, and :meth:`problems`
-    at the end.
+    Call :meth:`check` with each entry, as :func:`read` returned it while the method was running, and
+    :meth:`list_problems` at the end.
     """
 
     def __init__(self, expectation: ExpectedYield) -> None:
@@ -254,7 +252,7 @@ class Verifier:
         return len(self._expected)
 
     def check(self, entry: YieldedEntry) -> None:
-        """Compares one entry. Nothing here touches the device."""
+        """Compares one entry, without using the device."""
         if entry.name in self._seen:
             self._findings.note("wrong", "came twice", entry.name)
             return
@@ -271,7 +269,7 @@ class Verifier:
             self._findings.note("wrong", difference, entry.name)
 
     def check_kept(self, entry: YieldedEntry, at_the_end: YieldedEntry) -> None:
-        """Compares an entry with what the kept tensor holds once the method has ended."""
+        """Compares an entry with the values of the kept tensor after the method has ended."""
         if entry.data is None:
             return
         if at_the_end.data is None or compare(at_the_end.data, entry.data):
@@ -280,7 +278,7 @@ class Verifier:
             self._findings.note("wrong", what, entry.name)
 
     def list_problems(self) -> tuple[Problem, ...]:
-        """One problem for each kind of finding, with the first few names of each."""
+        """Returns one problem for each kind of finding, with the first few names of each."""
         self._check_names()
         return self._findings.list_problems()
 
@@ -366,7 +364,7 @@ class Verifier:
                 assert_never(self._contract.device)
 
     def _describe_difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
-        """Describes how the value differs; empty if it does not."""
+        """Describes how the value differs; empty if it is right."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
         if entry.is_freed:
@@ -396,8 +394,9 @@ class Verifier:
             self._findings.note("incomplete", "not a name of the model", name)
 
     def _has_other_name(self, name: str) -> bool:
-        """Returns whether a tied parameter came under another of its names, where that is enough: they share one
-        tensor.
+        """Returns whether a tied parameter came under another of its names and the contract allows this.
+
+        The names of a tied parameter share one tensor.
         """
         tensor = self._expected[name]
         is_enough = self._contract.keys == "any name"
@@ -415,7 +414,7 @@ _FORM_IN_WORDS: dict[PromisedForm, str] = {
 
 
 def read_parameter_devices(model: nn.Module) -> dict[str, torch.device]:
-    """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
+    """Reads the device that each parameter, flat parameter and buffer reports, by its unwrapped name."""
     contents = reader.read(model)
     devices = {name: tensor.tensor.device for tensor in contents.list_tensors() for name in tensor.names}
     for unit in contents.fsdp1_units:

@@ -1,6 +1,6 @@
-"""The loading methods under test that only FSDP1 has, each written as frameworks write it; see matrix/methods.toml.
+"""Loading methods under test that only FSDP1 has, each written as frameworks write it; see matrix/methods.toml.
 
-Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
+This module imports nothing of this package, since ``fsdp-doctor repro`` copies its functions into scripts unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_sharded_optim_state_dict(
 
 
 def _use_sharded_state_dict(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """verl's configuration of FSDP1's sharded state dicts."""
+    """Returns a context with verl's configuration of FSDP1's sharded state dicts."""
     configs = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
     return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs)
 

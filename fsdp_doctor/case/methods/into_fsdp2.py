@@ -1,8 +1,8 @@
-"""The loading methods under test on FSDP2, each written as frameworks write it. Names: matrix/methods.toml.
+"""Loading methods under test on FSDP2, each written as frameworks write it; matrix/methods.toml has their names.
 
-``state`` is the checkpoint in the form that the method's contract names. Several are torch's own functions for both
-FSDPs.
-Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
+``state`` is the checkpoint in the form that the method's contract names. Several methods are torch's own functions for
+both FSDPs. This module imports nothing of this package, since ``fsdp-doctor repro`` copies its functions into scripts
+unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load_dcp(model: torch.nn.Module, state: pathlib.Path) -> Any:
 
 
 def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], device: torch.device) -> Any:
-    """Loads like accelerate: takes every entry for a DTensor, and puts its shard where the model's shard lies."""
+    """Loads like accelerate: every entry is treated as a DTensor, and its shard is put where the model's shard lies."""
     sharded = {}
     for name, own in model.state_dict().items():
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Finds the function behind the name of a method, including a user's, and calls it with the arguments that it names."""
+"""Finds the function for the name of a method, including a user's, and calls it with the arguments that it names."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_K
 
 @dataclass(frozen=True, kw_only=True)
 class MethodArguments:
-    """The sharded model in the state that the scenario left it in, and what else a method can ask for by name.
+    """Sharded model in the state of the scenario, and further arguments for which a method can ask by name.
 
     device: this rank's compute device. All further arguments exist only in a probe.
-    scratch: a directory of this call, the same on every rank, not yet made.
+
+    scratch: a directory for this call, the same on every rank, which does not exist yet.
     control: a gloo group apart from the model's.
     state: for a method that loads, the checkpoint to load.
-    buffers: the non-persistent buffers, by name, on the host, as in a model that was never on the meta device.
+    buffers: the non-persistent buffers, by name, on the host, with the values of a model that was never on the meta
+        device.
     experts: the dim of the mesh along which experts are hidden from FSDP; None if they are not hidden.
-    train: trains the next step of the job, for a method during which the job goes on; every rank calls it, and once.
-        What the method yields is still the state at its call, and the model is taken back when it has ended.
+    train: trains the next step of the job, for a method that runs while the job trains on. Every rank must call it,
+        once. The method must still yield the state at its call, and afterwards the model is taken back to that state.
     """
 
     model: nn.Module
@@ -61,13 +63,13 @@ _ARGUMENTS = tuple(argument.name for argument in dataclasses.fields(MethodArgume
 
 
 def call_by_name(function: Callable[..., Any]) -> MethodFunction:
-    """Wraps ``function`` so that it is called with the model and the arguments that it asks for."""
+    """Wraps ``function`` so that it is called with the model and the arguments for which it asks."""
     names = list_requested_arguments(function)
     return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
 
 
 def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters after the first, which is the model; one with a default keeps it."""
+    """Lists the names of the parameters after the model, except those with a default."""
     try:
         further = list(inspect.signature(function).parameters.values())[1:]
     except (NameError, TypeError, ValueError):
@@ -77,9 +79,9 @@ def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def run_in_context(context: Context, function: MethodFunction) -> MethodFunction:
-    """Wraps ``function`` so that it is called in one of torch's contexts, and its result is iterated over there.
+    """Wraps ``function`` so that it is called, and its result is iterated over, in one of torch's contexts.
 
-    What is done with an entry, between it and the next one, is outside.
+    Work that is done with an entry before the next one is requested is outside of the context.
     """
     match context:
         case Context.ORDINARY:
@@ -110,7 +112,7 @@ def run_in_context(context: Context, function: MethodFunction) -> MethodFunction
 
 
 def find_function(method: MatrixMethod) -> Callable[..., Any]:
-    """The function behind a row of the table. peft is imported only for the methods of models with adapters."""
+    """Returns the function of a row of the table. peft is imported only for the methods of models with adapters."""
     module, _, name = method.function.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.methods.{module}"), name)
     return function
@@ -130,7 +132,7 @@ def extract_local_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
 
 
 def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Saves, and returns on rank 0 what safetensors, which has no part in the save, reads from the files."""
+    """Saves with the doctor, and returns on rank 0 the tensors that the safetensors library reads from the files."""
     save_full_tensors(model, scratch, names="model", experts=experts)
     full: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
@@ -143,7 +145,7 @@ def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.P
 def save_optimizer_by_fix(
     model: nn.Module, optimizer: torch.optim.Optimizer, experts: DeviceMesh | None, scratch: pathlib.Path
 ) -> dict[str, torch.Tensor]:
-    """Saves, and returns on rank 0 what torch reads from the file."""
+    """Saves with the doctor, and returns on rank 0 the state that torch.load reads from the file."""
     save_optimizer_state(model, optimizer, scratch, experts=experts)
     # Keys on the device that stay for the process: not memory that the call keeps.
     compute_column_keys.cache_clear()
@@ -165,13 +167,11 @@ def load_optimizer_by_fix(
 
 
 def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
-    """Imports ``module:function``.
+    """Imports a user's ``module:function``. Returns it with the contract declared with ``fsdp_doctor.promises``.
 
-    given: the names of the available arguments. The function is called with the sharded model and with the arguments
-    that its further parameters name, and returns a mapping, or yields (name, tensor). Its contract is the one declared
-    with ``fsdp_doctor.promises``.
-
-    Raises UsageError if the import fails, if there is no such function, or if it asks for an unknown argument.
+    given: the names of the available arguments. The function is called with the sharded model and the arguments that
+    its further parameters name, and must return a mapping or yield (name, tensor). Raises UsageError if the import
+    fails, if there is no such function, or if it asks for an unknown argument.
     """
     module_name, _, attribute = name.partition(":")
     try:

@@ -1,6 +1,6 @@
-"""The extraction methods under test on FSDP1, each written as frameworks write it. Names: matrix/methods.toml.
+"""Extraction methods under test on FSDP1, each written as frameworks write it; matrix/methods.toml has their names.
 
-Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
+This module imports nothing of this package, since ``fsdp-doctor repro`` copies its functions into scripts unchanged.
 """
 
 from __future__ import annotations

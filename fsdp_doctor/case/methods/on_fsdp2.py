@@ -1,6 +1,6 @@
-"""The extraction methods under test on FSDP2, each written as frameworks write it. Names: matrix/methods.toml.
+"""Extraction methods under test on FSDP2, each written as frameworks write it; matrix/methods.toml has their names.
 
-Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
+This module imports nothing of this package, since ``fsdp-doctor repro`` copies its functions into scripts unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def move_and_gather_state_dict(model: torch.nn.Module, device: torch.device) -> 
 
 
 def gather_state_dict_after_offload(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """The framework offloads the model while it goes on reading the state dict that it took before."""
+    """Offloads the model like a framework that still reads the state dict that it took before."""
     state_dict = model.state_dict()
     model.to("cpu")
     try:
@@ -56,7 +56,7 @@ def gather_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def gather_parameters_as_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """vLLM's ModuleSource.iter_full; what reads from it sends over NCCL or CUDA IPC, so from the device."""
+    """Yields like vLLM's ModuleSource.iter_full, whose tensors are sent over NCCL or CUDA IPC, so from the device."""
     for name, parameter in model.named_parameters():
         full_tensor = getattr(parameter, "full_tensor", None)
         yield name, full_tensor() if callable(full_tensor) else parameter
@@ -113,7 +113,7 @@ def save_and_load_dcp(model: torch.nn.Module, scratch: pathlib.Path, control: di
 def save_dcp_in_background(
     model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
 ) -> dict[str, Any]:
-    """Saves as torchtitan does: the state is staged by the call, and written while the job trains on."""
+    """Saves like torchtitan: the call stages the state, which is written while the job trains on."""
     state = get_model_state_dict(model)
     saving: Any = dcp.async_save(state, checkpoint_id=scratch, process_group=control)
     train()
@@ -124,7 +124,7 @@ def save_dcp_in_background(
 def save_dcp_in_background_pinned(
     model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
 ) -> dict[str, Any]:
-    """Saves as torchtitan does with async_with_pinned_mem: the copies are made on a stream of their own."""
+    """Saves like torchtitan with async_with_pinned_mem: the copies are made on a separate stream."""
     state = get_model_state_dict(model)
     stager = staging.DefaultStager(staging.StagingOptions())
     saving: Any = dcp.async_save(state, checkpoint_id=scratch, process_group=control, async_stager=stager)
@@ -138,7 +138,10 @@ def save_dcp_in_background_pinned(
 def save_dcp_before_the_last_has_ended(
     model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
 ) -> dict[str, Any]:
-    """Saves twice with one stager. The first save is not waited for, and its store takes nothing before the second."""
+    """Saves twice with one stager.
+
+    The first save is not waited for, and its store writes nothing before the second begins.
+    """
     takes = threading.Event()
 
     class SlowStore(dcp.FileSystemWriter):

@@ -1,7 +1,7 @@
-"""The methods for models with LoRA adapters, each written as frameworks write it. Names: matrix/methods.toml.
+"""Methods for models with LoRA adapters, each written as frameworks write it; matrix/methods.toml has their names.
 
-peft is imported by whoever built the model; a model without adapters is tried with none of these methods.
-Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
+peft is imported by the code that builds the model; these methods are not tried with a model without adapters. This
+module imports nothing of this package, since ``fsdp-doctor repro`` copies its functions into scripts unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 def read_merged(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """verl since PR 7014: each tensor is materialised while the adapters are merged."""
+    """Reads like verl since PR 7014: each tensor is materialised while the adapters are merged."""
     with _merge_in_place(model):
         for name, tensor in _list_base_weights(model):
             full = _gather(tensor, device)
@@ -27,7 +27,7 @@ def read_merged(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[
 
 
 def read_merged_late(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """verl before PR 7014: the state dict, which aliases the weights, is read after they were restored."""
+    """Reads like verl before PR 7014: the state dict aliases the weights, and is read after they were restored."""
     with _merge_in_place(model):
         weights = list(_list_base_weights(model))
     for name, tensor in weights:
@@ -35,14 +35,14 @@ def read_merged_late(model: torch.nn.Module, device: torch.device) -> Iterator[t
 
 
 def collect_adapter(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """verl's collect_lora_params."""
+    """Collects the adapter like verl's collect_lora_params."""
     with _summon(model):
         for name, tensor in get_peft_model_state_dict(_find_peft_model(model)).items():
             yield _unwrap(name), _gather(tensor, device).detach().clone()
 
 
 def summon_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """verl's layered_summon_lora_params: module by module, each adapter to the host."""
+    """Collects the adapter like verl's layered_summon_lora_params: module by module, each adapter to the host."""
     seen: set[str] = set()
     for prefix, module in _list_layers(model):
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
@@ -55,13 +55,13 @@ def summon_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def set_peft_model_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> Any:
-    """Loading an adapter as peft does it."""
+    """Loads an adapter like peft."""
     return peft.set_peft_model_state_dict(model, state)
 
 
 @contextlib.contextmanager
 def _merge_in_place(model: torch.nn.Module) -> Iterator[None]:
-    """The adapters added to the weights in place, and the weights put back as they were."""
+    """Context in which the adapters are added to the weights in place; at its end the weights are restored."""
     with _summon(model), torch.no_grad():
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         weights: list[Any] = [layer.get_base_layer().weight for layer in layers]
@@ -78,7 +78,7 @@ def _merge_in_place(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _summon(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """FSDP1's parameters unsharded; FSDP2's are left as they are, each with its DTensor."""
+    """Context in which FSDP1's parameters are unsharded; FSDP2's stay DTensors."""
     if isinstance(model, FullyShardedDataParallel):
         return FullyShardedDataParallel.summon_full_params(model, writeback=False)
     return contextlib.nullcontext()
@@ -105,7 +105,7 @@ def _find_peft_model(model: torch.nn.Module) -> Any:
 
 
 def _list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields (prefix, FSDP module) for every FSDP module but the root."""
+    """Yields (prefix, FSDP module) for every FSDP module except the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
             yield _unwrap(f"{name}."), module
