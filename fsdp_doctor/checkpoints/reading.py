@@ -21,6 +21,7 @@ from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
 from fsdp_doctor.checkpoints.parts import assign_roles
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
 from fsdp_doctor.checkpoints.record import (
+    RANK_FILE,
     Arrangement,
     Member,
     SavedCheckpoint,
@@ -28,6 +29,7 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
+    name_for_rank,
 )
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, find_tensors, read_torch_file
@@ -38,9 +40,6 @@ _T = TypeVar("_T")
 _MOST_DEPTH = 5
 _MOST_FILES = 250_000
 _LONGEST_JSON = 50_000_000
-_RANK_FILE = re.compile(
-    r"(?P<label>.+?)(?:_world_size_(?P<world>\d+))?_rank_?(?P<rank>\d+)\.(?:pt|bin)|(?P<item>.+)_(?P<number>\d+)\.pt"
-)
 _SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 _WHOLE = re.compile(
     r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
@@ -255,7 +254,7 @@ class _Reading:
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)
             saved.members, saved.has_checksums = contents.members, contents.has_checksums
-            if (saved_as := _RANK_FILE.fullmatch(f"{contents.root}.pt")) and saved_as["rank"]:
+            if (saved_as := RANK_FILE.fullmatch(f"{contents.root}.pt")) and saved_as["rank"]:
                 saved.ranks = {int(saved_as["rank"])}
             if contents.lacks_data:
                 self.note(Trouble.NO_DATA, "the file's tensors have no data", path)
@@ -361,7 +360,7 @@ class _Reading:
         by_label: dict[str, dict[str, tuple[int, int | None]]] = defaultdict(dict)
         whole: list[str] = []
         for name in sorted(names):
-            found = _RANK_FILE.fullmatch(name)
+            found = RANK_FILE.fullmatch(name)
             if _ANY_CLASSES.fullmatch(name):
                 self._read_torch(_join(directory, name), None)
             elif found is None and (match := _WHOLE.fullmatch(name)) is not None:
@@ -369,7 +368,7 @@ class _Reading:
             elif found is None:
                 whole += [name] if self._is_torch_file(directory, name) else []
             else:
-                rank, world = int(found["rank"] or found["number"]), found["world"]
+                rank, world = int(found["rank"] or found["number"]), found["world"] or found["of"]
                 by_label[found["label"] or found["item"]][name] = rank, int(world) if world else None
         for label, files in by_label.items():
             if not self._read_rank_files(directory, label, files):
@@ -412,8 +411,7 @@ class _Reading:
         expected = world or inside or max(chosen.values()) + 1
         for rank in sorted(set(range(expected)) - set(chosen.values())):
             state.is_incomplete = True
-            like = next(iter(chosen))
-            lost = _join(directory, like[: like.rindex(str(chosen[like]))] + f"{rank}{pathlib.PurePath(like).suffix}")
+            lost = _join(directory, name_for_rank(next(iter(chosen)), rank))
             self.note(Trouble.MISSING_RANK, f"this file of {expected} ranks' files is missing", lost, rank=rank)
         for name, found in read.items():
             for tensor in found.tensors if found else ():

@@ -20,6 +20,11 @@ PlainValue: TypeAlias = float | str | None
 StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 
 _OPTIMIZER_KEY = re.compile(r"optim(izers?)?(_\w+)?")
+# Names of the files in which each rank saves its part.
+RANK_FILE = re.compile(
+    r"(?P<label>.+?)(?:_world_size_(?P<world>\d+))?_rank_?(?P<rank>\d+)(?:_of_(?P<of>\d+))?\.(?:pt|bin)"
+    r"|(?P<item>.+)_(?P<number>\d+)\.pt"
+)
 _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.")
 # Keys under which torchtitan stores its counters, next to the names of the model.
 _OTHER_KEYS = frozenset({"train_state", "dataloader", "lr_scheduler"})
@@ -316,3 +321,17 @@ def list_settings_places(
 
 def _order_state(state: State) -> tuple[bool, bool]:
     return state.arrangement is not Arrangement.WHOLE, not state.is_safetensors
+
+
+def parse_file_rank(path: str) -> int | None:
+    """Returns the rank in the name of a rank's file; None if the name has none."""
+    found = RANK_FILE.fullmatch(pathlib.PurePath(path).name)
+    return int(found["rank"] or found["number"]) if found else None
+
+
+def name_for_rank(name: str, rank: int) -> str:
+    """Returns the name that another rank's file has, from the name of one rank's file."""
+    found = RANK_FILE.fullmatch(name)
+    assert found is not None
+    begin, end = found.span("rank" if found["rank"] else "number")
+    return f"{name[:begin]}{rank}{name[end:]}"

@@ -469,6 +469,17 @@ def test_what_is_packed_compressed_or_unfinished_cannot_be_judged(
         assert (found.answer, found.num_bytes) == ("cannot be judged", 0), found.to_text()
 
 
+def test_files_named_by_rank_and_number_of_ranks_are_those_ranks(tmp_path: pathlib.Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {"model": {EMBED: torch.randn(64, 32, generator=generator)}}
+    for rank in range(2):
+        torch.save(state, tmp_path / f"model_rank_{rank}_of_2.pt")
+    assert verification.verify(tmp_path).answer == "sound"
+    (tmp_path / "model_rank_1_of_2.pt").unlink()
+    (finding,) = verification.verify(tmp_path).findings
+    assert (finding.trouble, finding.file, finding.rank) == ("missing_rank", "model_rank_1_of_2.pt", 1)
+
+
 def test_one_file_of_several_is_judged_alone(originals: pathlib.Path) -> None:
     for file in (f"hub/{HUB}", f"verl/{RANK_1}"):
         found = verification.verify(originals / file)

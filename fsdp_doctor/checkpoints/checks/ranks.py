@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import REPEATED_HEADS, CheckpointEvidence, find_rank_file
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
+from fsdp_doctor.checkpoints.record import (
+    Arrangement,
+    SavedPiece,
+    SavedTensor,
+    State,
+    parse_file_rank,
+    parse_optimizer_slot,
+)
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
@@ -67,10 +73,10 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
     first_with: dict[int, str] = {}
     for path in state.files:
         file = evidence.checkpoint.files.get(path)
-        found = re.search(r"(\d+)\.\w+$", path)
-        if file is None or found is None or len(file.ranks) != 1:
+        rank = parse_file_rank(path)
+        if file is None or rank is None or len(file.ranks) != 1:
             continue
-        (inside,), rank = file.ranks, int(found[1])
+        (inside,) = file.ranks
         other = first_with.setdefault(inside, path)
         if other != path:
             yield Symptom(Trouble.COPIED_RANK, f"{other} also holds the tensors of rank {inside}", path, rank=rank)
@@ -116,7 +122,7 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
     for tensor in state.tensors.values():
         if len(tensor.path) > 1:
             by_key[tensor.path[0]] |= {piece.rank for piece in tensor.pieces}
-    ranks = {int(found[1]): path for path in state.files if (found := re.search(r"(\d+)\.\w+$", path))}
+    ranks = {rank: path for path in state.files if (rank := parse_file_rank(path)) is not None}
     for key, here in by_key.items():
         # A rank may keep values of its own; a key that at least half of the ranks have should be on all of them.
         for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
