@@ -1,4 +1,4 @@
-"""What each published error and each clean program says of itself."""
+"""Entries: what each published error and each clean program says of itself."""
 
 from __future__ import annotations
 

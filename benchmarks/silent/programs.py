@@ -700,7 +700,7 @@ class AdapterOfRankZero(SaveAdapter):
 
 @publish("axolotl-ai-cloud/axolotl#3772", names=("lora_B",))
 class AdapterHasTheRowsOfOneRank(SaveAdapter):
-    """Of each lora_B the file has the rows of one rank, and zeros in the place of the others."""
+    """The file has one rank's rows of each lora_B, and zeros instead of the others."""
 
     width, inner = 256, 512
 
