@@ -412,7 +412,7 @@ class _Timed:
 
 @contextlib.contextmanager
 def detect_races(device: torch.device, note: Callable[[ProblemKind, str], None]) -> Iterator[None]:
-    """Notes the data races in a block. The block must wait for the device at its end.
+    """Notes the data races of a block, after it has waited for the device at the block's end.
 
     Only the emulated device detects races.
     """

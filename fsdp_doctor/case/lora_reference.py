@@ -103,7 +103,9 @@ def select_adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.
 def compute_rank_parts(
     model: nn.Module, full: Mapping[str, torch.Tensor], merged: Mapping[str, Merged]
 ) -> dict[str, RankPart]:
-    """Computes this rank's part of each tensor except the adapters, by all names in the model that peft was given.
+    """Computes this rank's part of each tensor except the adapters.
+
+    The result has every name of each tensor in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """

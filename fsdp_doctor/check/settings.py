@@ -108,7 +108,7 @@ class Settings:
         return word in _TRUE
 
     def find_first_true(self, *keys: str) -> Setting | None:
-        """Finds the first of ``keys`` that is set, if it is true. Raises Unreadable like ``read_flag``."""
+        """Returns the first of ``keys`` that is set, if it is true. Raises Unreadable like ``read_flag``."""
         return self.find_first(*keys) if self.read_flag(*keys) else None
 
     def read_number(self, *keys: str, default: int | None = None) -> int | None:

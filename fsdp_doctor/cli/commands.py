@@ -56,8 +56,8 @@ def _return_word(word: str | None, ctx: Any) -> str | None:
 class _Command:
     """A command before its module is imported.
 
-    module: in this room. function: the command's; its docstring begins with ``summary``. exit_codes: the name of the
-    sentence about them.
+    module: the name of its module in ``fsdp_doctor.cli``. function: the name of its function, whose docstring begins
+    with ``summary``. exit_codes: the name of the sentence that explains its exit codes.
     """
 
     module: str

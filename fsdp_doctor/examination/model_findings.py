@@ -182,7 +182,7 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
 
 
 def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """Finds step counters on the device, where code that moves the whole state puts them, such as verl's load."""
+    """Finds step counters on the device, which come with code that moves the whole state, such as verl's load."""
     names = {id(parameter): name for name, parameter in _list_trainable(contents)}
     waits = tuple(
         names[id(parameter)]

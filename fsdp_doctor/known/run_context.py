@@ -1,4 +1,4 @@
-"""The torch, the device and the ranks of one run, as far as they decide what fails in its cases."""
+"""Facts about a run that decide which of its cases fail: torch, the device, the ranks, the packages."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class FsdpCase:
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The buffers that state dicts do not contain, by name, on the host, for a test that loads."""
+        """Buffers that no state dict contains, by name, on the host; a test that loads a checkpoint needs them."""
         return self._steps.given.buffers
 
     @property

@@ -383,9 +383,10 @@ class RankComparison:
             yield _make("data", "data-unknown", (), f"the batches from batch {begin + 1} on {text}")
 
     def _describe_place(self, index: int, wanted: int) -> RunDifference:
-        """Describes a resumed run whose first batch is another batch of the straight run.
+        """Describes a resumed run that starts with the wrong batch.
 
-        index: the number of the batch in the straight run, from 0. wanted: the number of the expected batch, from 0.
+        index: the batch of the straight run with which it starts, counted from 0. wanted: the batch with which it
+        should start, counted from 0.
         """
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:

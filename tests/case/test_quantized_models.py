@@ -33,7 +33,7 @@ def test_codes_are_wrong_as_weights_and_refused_by_our_functions(
     assert all("base_layer.weight" in result.verdict.reason for result in refused)
 
 
-def test_weights_in_float8_are_right_by_our_functions_and_lost_by_async_save(tmp_path: pathlib.Path) -> None:
+def test_weights_in_float8_are_right_by_ours_and_lost_by_async_save(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("torchao")
     expected = {
         "dcp": ("ok", ""),

@@ -35,7 +35,7 @@ def test_a_release_outside_of_the_range_is_told_no_fix() -> None:
     assert not find_fix_command("FD197", framework="accelerate", versions={"accelerate": "1.12.0"})
 
 
-def test_a_crash_that_other_code_has_too_is_told_a_fix_by_its_traceback_alone() -> None:
+def test_a_crash_that_other_code_shares_gets_a_fix_by_its_traceback() -> None:
     lightning = find_fix_command("FD006", function="lightning/pytorch/trainer/trainer.py in fit")
     assert "--framework lightning" in lightning
     assert find_fix_command("FD006", function="train.py in main") == find_fix_command("FD006") == ""

@@ -229,7 +229,7 @@ def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _are_mostly_equal(evidence: CheckpointEvidence, one: SavedTensor, other: SavedTensor) -> bool:
-    """Returns whether two tensors differ, although most of their sampled elements are equal."""
+    """Returns whether two tensors differ, but only in a few of their sampled elements."""
     sums = evidence.find_checksum(one), evidence.find_checksum(other)
     if (one.shape, one.dtype) != (other.shape, other.dtype) or None in sums or sums[0] == sums[1]:
         return False

@@ -61,7 +61,7 @@ class ModelContents:
     stray_pieces: names of parameters that are pieces of one FSDP1 unit's flat parameter but lie in a module of another
         unit, for example tied across units with ``use_orig_params``: torch gathers them for their own unit only
     ambiguous: names that several tensors have once the words that wrappers insert are removed
-    extra_states: names that results of ``get_extra_state``, which may be any objects, have in a state dict
+    extra_states: the names in a state dict of the results of ``get_extra_state``, which may be any objects
     ddp_ranks: the ranks of a DDP wrapper; empty without one
     """
 

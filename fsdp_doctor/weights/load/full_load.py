@@ -289,8 +289,8 @@ def fill_targets(
 ) -> LoadReport:
     """Matches the source with the targets, reads it, and writes each rank's parts.
 
-    prepare_model: called before the first write, after all ranks have found that they can write. share: the share of
-    the files that this rank compares with the sums of their save before the writes; None to compare nothing.
+    prepare_model: called before the first write, after all ranks have found that they can write. share: this
+    rank's share of the files, whose checksums of the save are compared before the first write; None compares nothing.
     """
     if holders == "first" and place.partial:
         raise LoadError(

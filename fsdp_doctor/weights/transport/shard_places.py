@@ -25,10 +25,10 @@ class ShardPlace:
     stride: the strides of the flattened tensor. They are row-major, except for an FSDP1 parameter that was not
         contiguous when it was wrapped: the offset then counts along ``tensor.as_strided(shape, stride)``.
     mesh, placements: those of the DTensor; None for FSDP1's flat shards, for tensors that are whole on every rank, and
-        for a part of a fused tensor under a name of the Hub.
+        for a part of a fused tensor that has a name of its own on the Hub.
     group: the group over which FSDP1's flat shard, or a part of a fused tensor, is divided into ranges; None for all
         others.
-    part: for a part of a fused tensor that is divided along other dims, the indices of each dim that the rank has.
+    part: for a part of a fused tensor that is divided along other dims, the rank's indices along each dim.
     """
 
     numel: int

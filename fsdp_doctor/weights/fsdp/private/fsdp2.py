@@ -287,7 +287,7 @@ def _discard_gradient(param: Any) -> bool:
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yields (the parameter that a module shows, or last showed, instead of its shard; the sharded parameter).
+    """Yields pairs: the unsharded parameter that a module shows, or showed last, and the sharded parameter.
 
     After a forward without a backward the root still shows its parameters unsharded, in the compute dtype. Private:
     ``FSDPParam.sharded_param``, because no public name gives the sharded parameters while they are not shown.
