@@ -101,8 +101,9 @@ def _write_table(rows: list[Row]) -> Iterator[str]:
     clean = [row for row in rows if not row.is_error]
     alarms = [row.name for row in clean if row.describe_outcome() == "false alarm"]
     failed = [row.name for row in rows if row.failed]
+    ran = [row for row in clean if not row.failed]
     found = sum(row.describe_outcome() == "found" for row in errors)
-    yield f"{found} of {len(errors)} errors found; {len(alarms)} false alarms on {len(clean)} clean programs."
+    yield f"{found} of {len(errors)} errors found; {len(alarms)} false alarms on {len(ran)} clean programs."
     if failed:
         yield f"Could not run: {', '.join(failed)}."
 
@@ -213,7 +214,8 @@ def _run_resumes(is_chosen: Callable[[str], bool]) -> Iterator[Row]:
         except Exception as error:
             yield Row(name, "resume", "", time.monotonic() - begin, f"{type(error).__name__}: {error}")
             continue
-        yield Row(name, "resume", text if code == 1 else "", time.monotonic() - begin)
+        failed = "" if code in (0, 1) else text
+        yield Row(name, "resume", text if code == 1 else "", time.monotonic() - begin, failed)
 
 
 if __name__ == "__main__":

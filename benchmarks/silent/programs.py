@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pathlib
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -758,31 +757,3 @@ class DictionaryOfOptions(Save):
         full: dict[str, Any] = dict(get_model_state_dict(self.model, options=options))
         if self.rank == 0:
             self.write({name: tensor.contiguous() for name, tensor in full.items()})
-
-
-def run_all(names: list[str], directory: str, programs: dict[str, type[Program]]) -> None:
-    """Runs programs one after the other on this rank, and writes what each found."""
-    for name in names:
-        place = pathlib.Path(directory, name)
-        if dist.get_rank() == 0:
-            place.mkdir(parents=True)
-        dist.barrier()
-        failed, program, begin = "", None, time.monotonic()
-        try:
-            program = programs[name](place)
-            program.run()
-        except Exception as error:
-            # An exception of ours is a finding; one of torch means that the program could not run.
-            if program is not None and type(error).__module__.startswith("fsdp_doctor"):
-                program.report([f"{type(error).__name__}: {error}"])
-            else:
-                failed = f"{type(error).__name__}: {error}"
-        if dist.get_rank() == 0:
-            found = {
-                "findings": program.findings if program else [],
-                "failed": failed,
-                "seconds": time.monotonic() - begin,
-                "commands": program.commands() if program and not failed else [],
-            }
-            (place / "found.json").write_text(json.dumps(found))
-        dist.barrier()
