@@ -1,13 +1,21 @@
-"""Imports of torch and of packages built on it, which make half a million objects that live as long as the process."""
+"""Imports of torch and of packages built on it, which make half a million objects that live as long as the process,
+and some of which make a CUDA context.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib.machinery
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
+
+# Packages that make a CUDA context when they are imported.
+_MAKE_CONTEXTS = ("torchao", "bitsandbytes")
+# Modules whose functions keep the answer to whether a package is installed.
+_KEEP_WHAT_IS_INSTALLED = ("transformers.utils.import_utils", "accelerate.utils.imports", "peft.import_utils")
 
 
 @contextlib.contextmanager
@@ -25,6 +33,30 @@ def freeze_imports() -> Iterator[None]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def import_before_forks() -> Iterator[None]:
+    """Imports, in this block, modules that forks of this process need; keeps imports from making a CUDA context.
+
+    A fork cannot use CUDA if this process has a context. torchao and bitsandbytes, which transformers and peft import
+    where they are installed, ask for the properties of the devices when they are imported, and so make a context.
+    In this block, both seem not to be installed; a fork can import them.
+    """
+    # Without this variable, torch.cuda.is_available() would initialize CUDA in this process.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    hidden = [name for name in _MAKE_CONTEXTS if name not in sys.modules]
+    try:
+        with freeze_imports():
+            sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None, which Python documents
+            yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+        for name in _KEEP_WHAT_IS_INSTALLED:
+            for function in vars(sys.modules.get(name, os)).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def find_source_file(module: str, *directories: pathlib.Path) -> pathlib.Path | None:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdp_doctor.errors import FsdpDoctorError
+from fsdp_doctor.errors import CannotRun, FsdpDoctorError
 from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
@@ -34,20 +34,17 @@ _METHODS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 
 def import_what_all_workers_need() -> None:
     """Imports modules in the supervisor, before the first fork. Makes no CUDA context."""
-    # Without this variable, torch.cuda.is_available() would initialize CUDA in this process, and its forks could not
-    # use CUDA.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with imports.freeze_imports():
+    with imports.import_before_forks():
         import fsdp_doctor.case.case_runner  # noqa: F401, which a worker would import
 
 
 def import_what_cases_need() -> None:
     """Imports modules in the supervisor, before it forks the first worker that builds a model.
 
-    Runs once, and makes no CUDA context.
+    Runs once, and makes no CUDA context; raises CannotRun if an import has made one.
     """
     import_what_all_workers_need()
-    with imports.freeze_imports():
+    with imports.import_before_forks():
         import transformers
 
         # torch and our own code import these modules at the first call. Imported here, no worker has to import them.
@@ -57,6 +54,13 @@ def import_what_cases_need() -> None:
         # Lazy attributes of transformers.
         for name in ("AutoConfig", "AutoModelForCausalLM", "Qwen3Config", "Qwen3ForCausalLM"):
             getattr(transformers, name, None)
+        import torch
+
+        if torch.cuda.is_initialized():
+            raise CannotRun(
+                "importing transformers initializes CUDA in this process, and no worker can be forked afterwards; a "
+                "package that transformers imports does it: try again in an environment without quantization packages"
+            )
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
@@ -68,7 +72,7 @@ def import_frameworks(job: Job, seconds: float) -> None:
         return
     from fsdp_doctor.frameworks import framework_worker
 
-    with imports.freeze_imports():
+    with imports.import_before_forks():
         framework_worker.preload(job.frameworks, job.scratch, seconds)
 
 

@@ -1,11 +1,13 @@
-"""Python looks for garbage in what stays neither while it is imported nor afterwards."""
+"""Tests of imports in a process that forks others: garbage collection, and CUDA, which stays without a context."""
 
 from __future__ import annotations
 
+import functools
 import gc
-import importlib
+import importlib.util
 import pathlib
 import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -59,3 +61,21 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_packages_that_make_a_cuda_context_seem_missing_until_the_fork(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchao.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    find_spec = functools.cache(importlib.util.find_spec)
+    asks = types.ModuleType("peft.import_utils")
+    vars(asks)["find_spec"] = find_spec
+    monkeypatch.setitem(sys.modules, asks.__name__, asks)
+    with imports.import_before_forks():
+        assert find_spec("torchao") is None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("torchao")
+    assert find_spec("torchao") is not None
+    importlib.import_module("torchao")
