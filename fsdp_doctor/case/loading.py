@@ -62,12 +62,14 @@ class LoadingSteps(MatrixSteps):
         trainer = self._saved.start(self.scenario, start_of(self.scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
-            # The weights are rounded on the device: torch's setters step an optimizer to make its state, and a GPU's
-            # arithmetic keeps the bits of a NaN that a GPU made, but not of one that a CPU made.
+            # Each weight is rounded where it lies: torch's setters step an optimizer to make its state, and the
+            # arithmetic of a device keeps the bits of a NaN that it made, but not of one that the other made.
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
-            dtypes = {name: piece.held.dtype for piece in pieces for name in piece.names}
-            on_device = self._runtime.device
-            self._right = {name: self._right[name].to(on_device).to(dtype).cpu() for name, dtype in dtypes.items()}
+            held = {name: piece.held for piece in pieces for name in piece.names}
+            places = {name: self._runtime.device if tensor.is_meta else tensor.device for name, tensor in held.items()}
+            self._right = {
+                name: self._right[name].to(places[name]).to(tensor.dtype).cpu() for name, tensor in held.items()
+            }
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
