@@ -14,16 +14,24 @@ from fsdp_doctor.errors import UsageError
 class FrameworkFix:
     """A replacement for one function of a framework.
 
-    id: its name for the user. distribution: the package whose version counts. target, replacement:
-    ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue; none for a
-    failure that jobs without this function have, too. cures: ids
-    of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
-    replacement does, and what it leaves to the original. on_every_rank: whether every rank of a job calls the function.
-    places: text of a traceback in which the failure shows; the function's name where there is none.
+    id: the name of the fix for the user.
+    framework: the name of the framework for the user.
+    distribution: the package whose installed version decides.
+    target: the replaced function, as ``module:qualified.name``.
+    versions: the releases of the distribution, as a version specifier of pip.
+    sources: the releases that contain each known source of the function, by the source's sha256. The source runs from
+        the first decorator to the end of the function.
+    mends: the short codes of the known failures that the fix prevents; empty if jobs without this function show the
+        failure, too.
+    cures: ids of cases that are ok with the fix and not ok without it, in a release of the range.
+    promises: the work of the replacement, for the user.
+    leaves: the cases that the replacement passes to the original, for the user.
+    replacement: the replacing function, as ``module:name``.
+    on_every_rank: whether every rank of a job calls the function.
+    places: texts, one of which a traceback of the failure contains; if empty, the function's name.
 
-    The replacement is called with the original and then the original's arguments. It calls the original for what it
-    leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
+    The replacement is called with the original, followed by the original's arguments. For a case that it does not
+    cover, it calls the original through :func:`fsdp_doctor.fixes.applying.fall_back`.
     """
 
     id: str
@@ -47,7 +55,7 @@ class FrameworkFix:
 
     @property
     def function(self) -> str:
-        """The function's own name, without the class's."""
+        """The name of the function without its class."""
         return self.target.partition(":")[2].rpartition(".")[2]
 
 
@@ -265,7 +273,7 @@ FIXES = (
 
 
 def list_fixes(framework: str) -> list[FrameworkFix]:
-    """Returns the fixes of a framework. Raises UsageError for one that has none."""
+    """Returns the fixes for a framework. Raises UsageError if there are none."""
     found = [fix for fix in FIXES if fix.framework == framework]
     if not found:
         known = ", ".join(sorted({fix.framework for fix in FIXES}))
@@ -276,11 +284,15 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
 def find_fix_command(
     mends: str, *, framework: str | None = None, versions: Mapping[str, str] | None = None, function: str = ""
 ) -> str:
-    """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
+    """Returns the command that runs a job with the fix for a known failure, and the releases for which it works.
 
-    mends: the failure, as FD001. framework: the distribution of the job's; None where it is not known. One without a
-    fix of its own may call functions of a library that has one. versions: the known ones of distributions. function:
-    text that names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    Empty if there is no fix. The command for a framework may name fixes for the libraries whose functions it calls.
+
+    mends: the short code of the failure, such as FD001.
+    framework: the distribution of the job's framework; None if it is not known.
+    versions: the known versions of distributions.
+    function: a text that names the function in which the failure occurred, such as the frames of a traceback; empty if
+        the function is not known.
     """
 
     def may_help(fix: FrameworkFix) -> bool:
