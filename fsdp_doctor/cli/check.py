@@ -1,4 +1,4 @@
-"""``fsdp-doctor check``: what a training configuration amounts to."""
+"""``fsdp-doctor check``: finds known failures in a training configuration."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check(
 ) -> None:
     """Check a training configuration for known failures, without a GPU.
 
-    Prints which cases of the matrix it amounts to, and what is known about them.
+    Prints the cases of the matrix to which the configuration corresponds, and what is known about them.
     """
     from fsdp_doctor import check
     from fsdp_doctor.check import presentation
@@ -89,7 +89,7 @@ def check(
 def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> None:
     """Prints or writes the changed file, and ends the command.
 
-    remedies: by entry of the catalogue, the whole remedy, of which the change of one setting may be a part.
+    remedies: the remedies by entry of the catalogue, of which the changed setting may be only a part.
     """
     if fix is None:
         raise CannotRun("no change of a single setting in a file solves the problem; see the findings without --fix")

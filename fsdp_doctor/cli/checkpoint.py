@@ -1,4 +1,4 @@
-"""``fsdp-doctor checkpoint``: whether a checkpoint is sound, how two of them differ, and fingerprints."""
+"""``fsdp-doctor checkpoint``: verifies, compares and converts checkpoints, and prints their fingerprints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def verify(
 ) -> None:
     """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
 
-    Every byte is read once, in bounded memory. What the answer does not cover is said at the end.
+    Every byte is read once, in bounded memory. The end of the answer says what was not checked.
     """
     from fsdp_doctor.checkpoints.verification import EXIT_CODES, verify as verify_checkpoint
 
@@ -90,7 +90,7 @@ def _print_text(text: str) -> None:
 def _compare_with(
     directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
 ) -> list[Symptom]:
-    """Returns what differs from ``against``, and what is the same as in ``base``."""
+    """Returns how the checkpoint differs from ``against``, and which of its tensors equal those of ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.weights.fingerprints import FingerprintError
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
@@ -141,8 +141,8 @@ def diff(
 ) -> None:
     """Compare the models in two checkpoints, whatever their formats and sharding: which tensors differ, and how.
 
-    Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown; where one
-    has the model's names and one the Hub's, both are taken by the Hub's.
+    Files are streamed; nothing is loaded as a whole. A prefix of all names in one checkpoint is removed, and shown. If
+    one checkpoint has the model's names and the other has the Hub's, both are compared under the Hub's names.
     """
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 
@@ -205,7 +205,8 @@ def convert(
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
 
-    The checkpoint is verified as it is read, and so is what was written. The directory gets its name at the end.
+    The checkpoint is verified while it is read, and the result is verified after it was written. The new directory gets
+    its name only at the end.
     """
     from fsdp_doctor.checkpoints.conversion import ConversionError, convert as convert_checkpoint
     from fsdp_doctor.checkpoints.verification import EXIT_CODES
@@ -255,7 +256,7 @@ def convert(
 
 
 def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Asks transformers in a process of its own, so that this one stays small."""
+    """Asks transformers in a separate process, so that this process stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -264,7 +265,13 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """needs_class: whether the Hub's names are promised, so that those of the model will not do."""
+    """Reads which part of a tensor of the model each of the Hub's names stands for; empty if this is not known.
+
+    Raises UsageError if it is needed and not known.
+
+    must_know: whether it is needed in any case.
+    needs_class: whether it is needed if the configuration does not name a class of transformers.
+    """
     from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
@@ -314,7 +321,7 @@ def _check_output(output: pathlib.Path | None, *inputs: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
-    """Raises UsageError for what is no checkpoint, or cannot be read."""
+    """Raises UsageError for a path that is not a checkpoint or cannot be read."""
     from fsdp_doctor.weights.fingerprints import FingerprintError
 
     try:
@@ -326,7 +333,7 @@ def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
-    """Raises UsageError for a name that is none of a floating-point dtype."""
+    """Returns the dtype of that name. Raises UsageError if torch has no floating-point dtype of that name."""
     if name is None:
         return None
     import torch

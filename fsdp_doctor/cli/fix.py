@@ -1,4 +1,4 @@
-"""``fsdp-doctor fix``: a user's job with a framework's functions replaced by this library's."""
+"""``fsdp-doctor fix``: runs a user's job with functions of its framework replaced by this library's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fix(
 ) -> None:
     """Run a job with its framework's broken functions replaced, and say on which ranks they were called.
 
-    The job needs no change, and nothing is written into the framework. Functions whose source is not known are refused.
+    The job needs no change, and no file of the framework is changed. Functions whose source is not known are refused.
     """
     from fsdp_doctor.fixes.fixed_job import find_fixed_functions, run_with_fixes
     from fsdp_doctor.fixes.patches import render_patch

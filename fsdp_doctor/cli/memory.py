@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory measure`` and ``plan``: where the memory of a job goes."""
+"""``fsdp-doctor memory measure`` and ``plan``: measure or predict the memory of a job."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class JobOptions:
     ] = False
 
     def select(self) -> Selected:
-        """Selects a scenario for each combination, with the named methods. Raises as SelectionOptions.select does."""
+        """Selects one scenario for each combination of the values, with the named methods. Raises as
+        SelectionOptions.select.
+        """
         methods = self.method or ["full_tensors"]
         selected = SelectionOptions(
             direction="out",
@@ -104,8 +106,8 @@ def measure(
 ) -> None:
     """Measure the memory of each rank at each stage of a job, by class.
 
-    A job is built, trains, is offloaded, staged, extracted from, offloaded again, loaded, and trains on.
-    Under torchrun it runs on torchrun's ranks; otherwise it starts ranks on this node.
+    The job is built, trained, offloaded, staged, extracted from, offloaded again, loaded, and trained on. Under
+    torchrun it runs on torchrun's ranks; otherwise this command starts ranks on this node.
 
     An option that takes a list can be repeated, or take several values separated by commas.
     """
@@ -173,8 +175,8 @@ def plan(
 ) -> None:
     """Predict the memory of a training job on each device and host, without a GPU and without weights.
 
-    Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
-    alone makes it fit.
+    Prints each stage of each model, and the models that share a device at one time. If they do not fit, prints each
+    single setting with which they do.
     """
     for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
         if memory is not None and memory < _LEAST_MEMORY:

@@ -94,7 +94,7 @@ class OutputOptions:
 
     @property
     def files(self) -> dict[AnyFormat, pathlib.Path]:
-        """The files that were asked for, by format."""
+        """The files to write, by format."""
         named: dict[AnyFormat, pathlib.Path | None] = {
             "json": self.json_file,
             "markdown": self.markdown,
@@ -165,7 +165,7 @@ def probe(
 
 
 def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None = 1) -> None:
-    """Runs a probe as rank 0, or starts the ranks if this is none of a job, and exits as the probe does."""
+    """Runs a probe as rank 0, and exits with its exit code. Outside torchrun, starts the ranks instead."""
     options.check_versions()
     if not launch.is_under_torchrun():
         options.start_ranks(ranks, jobs=jobs)
@@ -199,8 +199,8 @@ def repro(
 ) -> None:
     """Write a standalone script that reproduces a case.
 
-    It runs under torchrun and needs torch and transformers alone (and peft, for a case with adapters); that of a
-    framework's case needs the framework, and two GPUs.
+    The script runs under torchrun and needs only torch and transformers (and peft, for a case with adapters). The
+    script of a framework's case needs the framework and two GPUs.
     """
     from fsdp_doctor import repro
     from fsdp_doctor.report.journal import read_report

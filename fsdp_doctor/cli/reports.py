@@ -98,7 +98,8 @@ def diff(
 ) -> None:
     """Compare two reports case by case.
 
-    Compared are the verdict, the exception and its message, the ranks, what was yielded, and the next training step.
+    The comparison covers the verdict, the exception and its message, the ranks, the yielded tensors, and the next
+    training step.
     """
     from fsdp_doctor.report import comparison
     from fsdp_doctor.report.journal import read_report
@@ -137,8 +138,8 @@ def merge(
 ) -> None:
     """Merge reports of several versions of torch or of a framework into one, and say what changed between them.
 
-    Prints a line for each case: what it showed since which version. Where a file is written, it prints a line for each
-    environment, and for each way in which cases changed.
+    Prints a line for each case, with its results and the versions that showed them. If a file is written, prints
+    instead a line for each environment and for each way in which cases changed.
     """
     from fsdp_doctor.report.page import write_page
     from fsdp_doctor.report.versions.merged import (
@@ -179,7 +180,7 @@ def expect(
 ) -> None:
     """Write the bad verdicts of a report as a TOML file for `fsdp-doctor probe --expect`.
 
-    It has a table for each failure: patterns of the cases, the verdict, words of its reason, a link.
+    The file has a table for each failure: patterns of its cases, the verdict, words of the reason, and a link.
     """
     from fsdp_doctor.report.expectation_toml import render_expectation_toml
     from fsdp_doctor.report.journal import read_report
@@ -209,9 +210,9 @@ def sweep(
 ) -> None:
     """Run the probe with several versions of torch and of other packages, each in an environment of its own.
 
-    Environments are made by uv, one after the other, and removed after their run (pip install 'fsdp-doctor[sweep]').
-    A version whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there
-    is no emulated device, the CPU is used unless torch sees an accelerator.
+    uv makes the environments, one after the other, and each is removed after its run (pip install
+    'fsdp-doctor[sweep]'). A version with a complete report is not run again; a partial report is continued. The
+    emulated device needs torch 2.10; with an older torch, the CPU is used unless torch finds an accelerator.
     """
     from fsdp_doctor.report.versions import sweeping
 
@@ -250,7 +251,7 @@ def sweep(
 
 
 class _Signal(BaseException):
-    """A BaseException, because importlib.metadata suppresses every Exception while it looks into a directory."""
+    """A signal that ends the sweep. It is a BaseException because importlib.metadata suppresses every Exception."""
 
 
 def _stop(number: int, _: object) -> None:
@@ -271,7 +272,7 @@ def _check_versions(versions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_probe(words: Sequence[str]) -> dict[str, Any]:
-    """Parses options of ``fsdp-doctor probe``, before anything is installed. Wrong ones are usage errors."""
+    """Parses options of ``fsdp-doctor probe`` before anything is installed. Wrong options are usage errors."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(flatten(probe))
     return typer.main.get_command(app).make_context("fsdp-doctor probe", list(words)).params

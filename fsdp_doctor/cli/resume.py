@@ -1,4 +1,4 @@
-"""``fsdp-doctor resume``: whether the run that a user's job resumes is the run that it would have been."""
+"""``fsdp-doctor resume``: checks that a resumed run of a user's job equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resume(
 ) -> None:
     """Run a training job straight through and resumed, and say whether that is the same run.
 
-    The job needs no change. It must save after step {n} into {dir}, and train a few steps more.
+    The job needs no change. It must save into {dir} after step {n}, and train a few more steps.
     """
     if not any("{dir}" in word for word in command):
         raise UsageError(
