@@ -180,7 +180,7 @@ class CommandRun:
                 silence = f"it wrote nothing for {self.silent:.0f} s"
                 return f"The command hung: {silence}, and was ended after {self.seconds:.0f} s."
             case "overdue":
-                return f"The command was ended after {self.seconds:.0f} s, the most that it was given."
+                return f"The command was ended after {self.seconds:.0f} s, its time limit."
             case "stopped":
                 silence = f"{self.silent:.0f} s after its last output"
                 return f"The command was stopped by its user after {self.seconds:.0f} s, {silence}."

@@ -41,7 +41,7 @@ MOST_CHARACTERS = 65_536
 _TITLES = {
     "stacks.txt": "Where each rank was",
     "explain.txt": "What `fsdp-doctor explain` says",
-    "check.txt": "What `fsdp-doctor check` says of the configuration",
+    "check.txt": "What `fsdp-doctor check` says about the configuration",
 }
 _MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 64, "check.txt": 24, "environment.txt": 15}
 # Longer runs of backticks are shortened, because a fence must be longer than any run in its text.

@@ -96,7 +96,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
     """
     different = find_mismatches(read_facts(model, optimizer), derive_facts(scenario, device=device, ranks=ranks))
     if different:
-        raise NotAsNamed(f"{scenario.id} was built otherwise than its id says: {'; '.join(different)}")
+        raise NotAsNamed(f"{scenario.id} was not built as its id says: {'; '.join(different)}")
 
 
 # What is found

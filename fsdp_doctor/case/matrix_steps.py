@@ -199,9 +199,12 @@ def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runti
     if reason := explain_impossible(method, scenario):
         return reason
     if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
-        return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
+        return "the order of launches can be observed only on the emulated device with 2 ranks or more"
     if method.since and Version(torch.__version__) < Version(method.since):
-        return f"torch {torch.__version__} has no {method.name} as the case calls it; {method.since} and newer have"
+        return (
+            f"torch {torch.__version__} has no {method.name} with the arguments of this case; it needs torch "
+            f"{method.since} or newer"
+        )
     if method.on_accelerator and not runtime.has_accelerator:
         return f"{method.name} needs an accelerator"
     on_disk = method.name.startswith(("dcp", "save_full_tensors")) or method.contract.given in ("dcp", "rank_files")

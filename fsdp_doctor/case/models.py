@@ -219,7 +219,7 @@ def explain_unsupported(name: Model, *, fused: bool = False) -> str:
             extra = ": install fsdp-doctor[lora]" if package == "peft" else ""
             return f"a model {name} needs {package}, which is not installed{extra}"
     if fused and int(transformers.__version__.split(".")[0]) < 5:
-        return f"transformers {transformers.__version__} does not fuse experts; 5.0 and newer do"
+        return f"transformers {transformers.__version__} does not fuse experts, which needs transformers 5.0 or newer"
     if config and not hasattr(transformers, config):
         return f"transformers {transformers.__version__} has no {config}"
     return ""

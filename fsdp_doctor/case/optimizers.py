@@ -19,10 +19,10 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
     match kind:
         case Optimizer.MUON:
             is_there = hasattr(torch.optim, "Muon")
-            return "" if is_there else f"torch {torch.__version__} has no Muon; 2.9 and newer have"
+            return "" if is_there else f"torch {torch.__version__} has no Muon, which needs torch 2.9 or newer"
         case Optimizer.ADAMW_8BIT:
             is_there = importlib.util.find_spec("torchao") is not None
-            return "" if is_there else "AdamW8bit is torchao's, which is not installed"
+            return "" if is_there else "AdamW8bit needs torchao, which is not installed"
         case Optimizer.ADAMW_CAPTURABLE:
             return "" if has_accelerator else "a capturable AdamW needs an accelerator"
         case Optimizer.ADAMW | Optimizer.SGD | Optimizer.ADAFACTOR | Optimizer.ADAMW_FUSED | Optimizer.TENSOR_LR:

@@ -312,7 +312,7 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) ->
     if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
     if scenario.sharding in (Sharding.EXPERTS, Sharding.REPLICATE) and not private.has_placements_on_meshes():
-        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
+        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}, which needs torch 2.12 or newer"
     by_two = scenario.sharding in (Sharding.HSDP, Sharding.TP) or scenario.sharding.divides_experts
     if by_two and not saves and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"

@@ -30,32 +30,44 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
-CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
+CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
-_DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
+_DTYPE: Any = typer.Option(
+    metavar="DTYPE", help="Cast floating-point tensors to this dtype first, for example bfloat16."
+)
 _CONFIG: Any = typer.Option(
-    metavar="DIR|NAME", help="Whose config.json says the model's class; by default, that beside a checkpoint."
+    metavar="DIR|NAME",
+    help=(
+        "Directory or name of a model whose config.json names the class.  [default: the checkpoint's own config.json]"
+    ),
 )
-_KEEP_NAMES: Any = typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
+_KEEP_NAMES: Any = typer.Option(
+    "--keep-names", help="Keep the names as they were saved; do not ask transformers for others."
+)
 _PART: Any = typer.Option(
-    metavar="KEY", help="The part that is the model, by the keys that lead to it or the last of them, as in ema."
+    metavar="KEY",
+    help="Part of the checkpoint that is the model: the keys that lead to it, or only the last key, for example ema.",
 )
-VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
+VERIFY_EXIT_CODES = (
+    "Exit codes: 0 sound; 1 damaged; 2 the checkpoint cannot be judged, or usage; 4 the output cannot be written."
+)
 
 
 def verify(
     *,
     directory: Annotated[pathlib.Path, typer.Argument(help="A directory of any format, or a file.", metavar="DIR")],
     base: Annotated[
-        pathlib.Path | None, typer.Option(metavar="DIR", help="The model that was trained: what equals it was not.")
+        pathlib.Path | None,
+        typer.Option(metavar="DIR", help="The model before training: tensors that equal it were not trained."),
     ] = None,
     against: Annotated[
-        pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
+        pathlib.Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint of any format that must have the same weights."),
     ] = None,
     part: Annotated[str | None, _PART] = None,
     json_file: Annotated[
-        pathlib.Path | None, declare_output_file("--json", help="Write the findings there as JSON.")
+        pathlib.Path | None, declare_output_file("--json", help="Write the findings to this file as JSON.")
     ] = None,
 ) -> None:
     """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
@@ -125,14 +137,20 @@ def _show_progress(done: int, total: int) -> None:
 
 def diff(
     *,
-    checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format; or a JSON of fingerprints.")],
-    other: Annotated[pathlib.Path, typer.Argument(help="Another one, of the same format or another.")],
+    checkpoint: Annotated[
+        pathlib.Path, typer.Argument(help="A checkpoint of any format, or a JSON file of fingerprints.")
+    ],
+    other: Annotated[
+        pathlib.Path, typer.Argument(help="Another checkpoint of any format, or a JSON file of fingerprints.")
+    ],
     dtype: Annotated[str | None, _DTYPE] = None,
     base: Annotated[
         pathlib.Path | None,
-        typer.Option(help="The model that was trained, by which weights are recognized that were not updated."),
+        typer.Option(help="The model before training, which shows weights that were not updated."),
     ] = None,
-    strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
+    strip: Annotated[
+        list[str] | None, typer.Option(metavar="PREFIX", help="Remove this prefix from the names of both.")
+    ] = None,
     config: Annotated[str | None, _CONFIG] = None,
     part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
@@ -184,20 +202,23 @@ def convert(
             "keys model and optim. torch: whole tensors in files of torch.save. fsdp1, fsdp2: a file of each rank."
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory of this name.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Cast the model's floating-point tensors to it, with torch.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="Cast the model's floating-point tensors to this dtype, with torch."),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="The ranks that are to read it; by default as many as wrote it.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks that will read the checkpoint.  [default: as many as wrote it]"),
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer out.")] = False,
     buffer: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A tensor that FSDP does not divide; or its last part.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name of a tensor that FSDP does not divide, or the last part of the name."),
     ] = None,
-    mesh_device: Annotated[str, typer.Option(help="The type of the devices of FSDP2's mesh.")] = "cuda",
+    mesh_device: Annotated[str, typer.Option(help="Device type of FSDP2's mesh.")] = "cuda",
     largest_file: Annotated[
-        int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
+        int, typer.Option(metavar="BYTES", help="Largest size of a file, with --to hf.")
     ] = 5_000_000_000,
     config: Annotated[str | None, _CONFIG] = None,
     part: Annotated[str | None, _PART] = None,

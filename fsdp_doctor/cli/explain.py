@@ -16,7 +16,10 @@ from fsdp_doctor.cli.output import replace_unprintable
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine.terminal import measure_width
 
-EXIT_CODES = "Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage; 4 the output cannot be written."
+EXIT_CODES = (
+    "Exit codes: 0 the catalogue knows the cause; 1 the catalogue does not know the cause; 2 usage; 4 the output "
+    "cannot be written."
+)
 
 
 def explain(

@@ -33,8 +33,8 @@ MEASURE_EXIT_CODES = (
     "4 the doctor's own fault; 130 interrupted."
 )
 PLAN_EXIT_CODES = (
-    "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
-    "4 the doctor's own fault."
+    "Exit codes: 0 the job fits; 1 the job does not fit; 2 usage; 3 the job is not FSDP, or transformers is "
+    "missing; 4 the doctor's own fault."
 )
 _FORMATS: dict[str, AnyFormat] = {"table": "memory", "json": "memory-json", "svg": "memory-svg"}
 # Fewer bytes are a number without a unit, meant in GiB.
@@ -150,7 +150,7 @@ class JobSizeOptions:
     ] = None
     sequences: Annotated[
         int | None,
-        typer.Option("--micro-batch", min=1, help="Sequences that are computed at once.  [default: as configured]"),
+        typer.Option("--micro-batch", min=1, help="Sequences in one forward.  [default: as configured]"),
     ] = None
 
 
@@ -158,15 +158,20 @@ def plan(
     *,
     directory: Annotated[
         str | None,
-        typer.Argument(metavar="DIR", help="A model, planned as accelerate trains it with FSDP2, without --config."),
+        typer.Argument(
+            metavar="DIR",
+            help="Directory of a model, planned as accelerate trains it with FSDP2. Not together with --config.",
+        ),
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="What `fsdp-doctor check` reads: a file, - or an override a.b=value; can be repeated."),
+        typer.Option(
+            help="Configuration as for `fsdp-doctor check`: a file, - or an override a.b=value. Can be repeated."
+        ),
     ] = None,
     job: JobSizeOptions,
     framework_version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Of the framework, as for check.")
+        str | None, typer.Option(metavar="VERSION", help="Version of the framework, as for `fsdp-doctor check`.")
     ] = None,
     json_file: Annotated[
         pathlib.Path | None, declare_output_file("--json", help="Write the predicted ledgers.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
 
 VERBOSE: Any = typer.Option(
-    "--verbose", "-v", help="In the table: every failure with its stack, remedy and commands, also what is known."
+    "--verbose", "-v", help="In the table: show every failure, also known ones, with its stack, remedy and commands."
 )
 _NEEDED = {"torch": "2.6", "transformers": "4.56"}
 _OUTPUTS = "fsdp_doctor.outputs"

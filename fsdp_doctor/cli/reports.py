@@ -37,8 +37,9 @@ DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the o
 MERGE_EXIT_CODES = "Exit codes: 0 merged, whatever the verdicts; 2 usage; 4 the output cannot be written."
 EXPECT_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 SWEEP_EXIT_CODES = (
-    "Exit codes: 0 every version ran, with every verdict as expected; 1 one is not, or with --strict one is bad; "
-    "2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; 130 interrupted."
+    "Exit codes: 0 every version ran, with every verdict as expected; 1 a verdict is not, or with --strict a "
+    "verdict is bad; 2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; 130 "
+    "interrupted."
 )
 _WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
 
@@ -52,7 +53,9 @@ def show(
         str | None,
         typer.Option(
             metavar="known|TOML|REPORT",
-            help="The expected verdicts, as of `fsdp-doctor probe`, for table, github and junit.  [default: known]",
+            help=(
+                "The expected verdicts, as for `fsdp-doctor probe`. Used by table, github and junit.  [default: known]"
+            ),
         ),
     ] = None,
     out: Annotated[
@@ -122,15 +125,17 @@ def merge(
     json_file: Annotated[
         pathlib.Path | None,
         declare_output_file(
-            "--json", metavar="MERGED", help="Write the merged report; gzip's if the name ends in .gz."
+            "--json", metavar="MERGED", help="Write the merged report, compressed by gzip if the name ends in .gz."
         ),
     ] = None,
     html: Annotated[
         pathlib.Path | None,
-        declare_output_file(help="Write a page to look cases up in: one file, which needs no network."),
+        declare_output_file(
+            help="Write an HTML page in which cases can be looked up: one file, which needs no network."
+        ),
     ] = None,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Print only the cases that two versions do not agree on.")
+        bool, typer.Option("--changes", help="Print only the cases in which two versions differ.")
     ] = False,
     every_case: Annotated[
         bool, typer.Option("--cases", help="Print a line for each case, also where a file is written.")
@@ -194,18 +199,22 @@ def sweep(
         list[str] | None, typer.Argument(metavar="-- PROBE OPTIONS", help="Options of `fsdp-doctor probe`.")
     ] = None,
     torch: Annotated[
-        list[str] | None, declare_words(help="Versions, separated by commas. 2.10 is its newest patch release.")
+        list[str] | None,
+        declare_words(help="Versions, separated by commas. 2.10 stands for the newest patch release of 2.10."),
     ] = None,
     beside: Annotated[
         list[str] | None,
         declare_words(
             "--with",
             metavar="PACKAGE==VERSION",
-            help="Install this, too; several are separated by commas. A package that is named twice is tried in both.",
+            help=(
+                "Also install these packages, separated by commas. A package that is named twice is tried in "
+                "both versions."
+            ),
         ),
     ] = None,
     directory: Annotated[
-        pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
+        pathlib.Path, typer.Option(help="Directory for reports, logs and environments.")
     ] = pathlib.Path("sweep"),
 ) -> None:
     """Run the probe with several versions of torch and of other packages, each in an environment of its own.

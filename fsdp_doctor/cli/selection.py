@@ -81,8 +81,10 @@ class SelectionOptions:
     framework: Annotated[
         list[str] | None,
         declare_words(
-            help=f"Instead of the matrix, what {', '.join(BUILT_IN)} do themselves; module:ADAPTER is an adapter of "
-            "your own; all: those installed."
+            help=(
+                f"Run these frameworks' own code instead of the matrix: {', '.join(BUILT_IN)}; module:ADAPTER for "
+                "your own adapter; all for the installed ones."
+            )
         ),
     ] = None
     case: Annotated[list[str] | None, typer.Option(metavar="ID", help="One case, by its id.")] = None
@@ -102,8 +104,11 @@ class SelectionOptions:
         bool,
         typer.Option(
             "--fix",
-            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state, "
-            "and what saves; with --framework, each method that has a fix once more, with its function replaced.",
+            help=(
+                "Also run this library's methods: full_tensors, local_shards, load_full_tensors, "
+                "load_optimizer_state, and those that save. With --framework: also run each method that has a "
+                "fix with its function replaced."
+            ),
         ),
     ] = False
     last_failed: Annotated[

@@ -188,8 +188,8 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
         places = _list_modules_with(original)
         if holder := _find_other_holder(original, places):
             raise CannotRun(
-                f"fix {fix.id}: {fix.target} was already handed on to {holder}, which a replacement does not reach; "
-                "apply the fix before that is made"
+                f"fix {fix.id}: {fix.target} is already held by {holder}, which a replacement does not reach; "
+                "apply the fix before this object is made"
             )
         return original, places
     for subclass in _list_overriding_classes(owner, name):

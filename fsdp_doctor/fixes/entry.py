@@ -68,8 +68,8 @@ _VERL_LEAVES = (
     "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
 )
 _TRANSFORMERS_PROMISES = (
-    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and all else where it was put; the load "
-    "itself has them on the device, as before"
+    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and other tensors where they "
+    "were put; during the load the shards are on the device, as without the fix"
 )
 _TRANSFORMERS_LEAVES = "models that are not offloaded"
 FIXES = (
@@ -139,8 +139,10 @@ FIXES = (
         },
         mends=("FD093", "FD200"),
         cures=("trainer:fsdp1/none/full/lora/save_model.adapter",),
-        promises="the adapter's tensors that the state dict has, under the names of a model that FSDP1 does not wrap; "
-        "of a state dict that is given nothing is gathered",
+        promises=(
+            "the adapter's tensors in the state dict, under the names of a model that FSDP1 does not wrap; if a "
+            "state dict is given, nothing is gathered"
+        ),
         leaves="models that FSDP1 does not shard",
         replacement="fsdp_doctor.fixes.on_peft:take_adapter_within_fsdp1",
         on_every_rank=False,
@@ -157,8 +159,11 @@ FIXES = (
         },
         mends=("FD009", "FD200"),
         cures=("accelerate:fsdp2/offload/full/buffers/load_state",),
-        promises="under FULL_STATE_DICT: of FSDP2 the whole model, each tensor on its own device, in its own dtype; of "
-        "FSDP1 the adapter alone under peft's names, on every rank, and an error where the file has none of it",
+        promises=(
+            "under FULL_STATE_DICT: with FSDP2 the whole model, each tensor on its own device, in its own dtype; "
+            "with FSDP1 only the adapter under peft's names, on every rank, and an error if the file has no "
+            "tensor of the adapter"
+        ),
         leaves="SHARDED_STATE_DICT, the whole model under FSDP1, an adapter alone under FSDP2",
         replacement="fsdp_doctor.fixes.on_accelerate:load_full_state",
     ),
@@ -177,8 +182,10 @@ FIXES = (
             "accelerate:fsdp1/none/sharded/load_state.fresh",
             "accelerate:fsdp1-orig/offload/sharded/load_state.fresh",
         ),
-        promises="the checkpoint's state in an optimizer that has none: empty state in the checkpoint's dtypes first, "
-        "without a step, which the original then fills",
+        promises=(
+            "the checkpoint's state in an optimizer that has no state: the optimizer gets empty state in the "
+            "checkpoint's dtypes, without a step, and the original function fills it"
+        ),
         leaves="FSDP2, FULL_STATE_DICT, use_dcp=False",
         replacement="fsdp_doctor.fixes.on_accelerate:load_sharded_optimizer",
     ),
@@ -191,7 +198,7 @@ FIXES = (
         sources={"cc270f14f46be44774ee1ef387835612894743ae938687f85a34ae4383335866": "2.6.5 and 2.6.6"},
         mends=("FD006",),
         cures=("lightning:model-parallel/cpu_offload/full/fit", "lightning:model-parallel/cpu_offload/sharded/fit"),
-        promises="shards under CPUOffloadPolicy stay on the CPU, and all else is moved to the device",
+        promises="shards under CPUOffloadPolicy stay on the CPU, and all other tensors are moved to the device",
         leaves="models of which some units are not offloaded, shards that were on the meta device",
         replacement="fsdp_doctor.fixes.on_lightning:keep_offloaded_shards",
         places=("lightning/pytorch",),
@@ -223,8 +230,8 @@ FIXES = (
         },
         mends=("FD201",),
         cures=("trainer:fsdp1/offload_params/full/prepare",),
-        promises="offload_params in fsdp_config offloads as cpu_offload does, unless cpu_offload is there, too",
-        leaves="FSDP2 with gradient clipping, where the process group has no backend for the CPU",
+        promises="offload_params in fsdp_config offloads as cpu_offload does, unless cpu_offload is also set",
+        leaves="FSDP2 with gradient clipping, if the process group has no backend for the CPU",
         replacement="fsdp_doctor.fixes.on_transformers:offload_as_accelerate_names_it",
     ),
     FrameworkFix(
@@ -265,7 +272,7 @@ FIXES = (
         },
         mends=(),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
-        promises="with fsdp_cpu_offload the process group that transformers makes has gloo for the CPU, too",
+        promises="with fsdp_cpu_offload the process group that transformers makes also has gloo for the CPU",
         leaves="models that are not offloaded, process groups that the job has made",
         replacement="fsdp_doctor.fixes.on_transformers:begin_with_backend_for_cpu",
     ),

@@ -60,9 +60,9 @@ class FixReport:
         """Sentences for the user about this fix."""
         if not self.processes:
             yield (
-                f"fix {self.id} reached no process of the job: no process imported the fixed module, or PYTHONPATH "
-                "does not reach the ranks (python -I, srun --export=NONE, containers, a Ray cluster that ran "
-                "before)"
+                f"fix {self.id} reached no process of the job: no process imported the fixed module, or "
+                "PYTHONPATH does not reach the ranks (python -I, srun --export=NONE, containers, a Ray "
+                "cluster that was started before)"
             )
             return
         if not self.called:
@@ -76,9 +76,11 @@ class FixReport:
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
         if self.unheard:
             ranks = join_some([str(rank) for rank in self.unheard])
-            yield f"fix {self.id}: rank {ranks} reported nothing, and may be on another node: see its own output"
+            yield (
+                f"fix {self.id}: rank {ranks} reported nothing, and may be on another node: see the output of this rank"
+            )
         for rank, (num_tensors, differences) in sorted(self.verified.items()):
-            equal = "the first sent tensors equal the model's" if not differences else "; ".join(differences)
+            equal = "the tensors of the first sync equal the model's" if not differences else "; ".join(differences)
             yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
 
 
@@ -134,7 +136,7 @@ def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[
     for id in ids:
         if id not in known:
             whose = " and ".join(frameworks) or "the table of fixes"
-            raise UsageError(f"--only {id}: {whose} has {', '.join(known)}")
+            raise UsageError(f"--only {id}: there is no such fix; {whose} has {', '.join(known)}")
     chosen = frameworks or [known[id] for id in ids]
     of_chosen = [fix for name in dict.fromkeys(chosen) for fix in choose_fixes(name)]
     fixes = of_chosen if chosen else _choose_installed()
@@ -220,7 +222,7 @@ def _refuse_isolated(command: Sequence[str]) -> None:
         if not word.startswith("-") or word.startswith(_WITH_VALUE):
             return
         if _ISOLATING.match(word):
-            raise UsageError(f"{command[0]} {word} does not execute the fixes: leave out this option")
+            raise UsageError(f"{command[0]} {word} ignores the fixes: leave out this option")
 
 
 def _summarize(fix: FrameworkFix, events: Iterable[Mapping[str, Any]]) -> FixReport:

@@ -40,7 +40,7 @@ def write_event(kind: str, **facts: Any) -> None:
             file.write(json.dumps(facts) + "\n")
     except OSError as error:
         # On a node that `fsdp-doctor fix` does not run on.
-        sys.stderr.write(f"fsdp-doctor: fix: {kind} is not reported: {error}\n")
+        sys.stderr.write(f"fsdp-doctor: fix: the event {kind!r} could not be reported: {error}\n")
 
 
 def start(imported: str) -> None:

@@ -58,7 +58,10 @@ def load_full_state(
     name_of = {saved: name for name in names if (saved := find_name(name)) is not None}
     own = {name_of[saved]: tensor for saved, tensor in state_dict.items() if saved in name_of}
     if not own:
-        raise LoadError(f"none of the checkpoint's {len(state_dict)} tensors is the adapter's, such as {min(name_of)}")
+        raise LoadError(
+            f"none of the checkpoint's {len(state_dict)} tensors belongs to the adapter, whose names are like "
+            f"{min(name_of)}"
+        )
     load_full_tensors(model, own, strict=False, dtype="cast")
     missing, unexpected = name_of.keys() - state_dict.keys(), state_dict.keys() - name_of.keys()
     return LoadedKeys(sorted(missing), sorted(unexpected))

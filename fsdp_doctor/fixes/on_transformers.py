@@ -49,7 +49,7 @@ def begin_with_backend_for_cpu(original: Callable[..., Any], distributed_config:
     backend = original.__globals__["DISTRIBUTED_BACKEND_MAP"].get(device.type) if device is not None else None
     is_offloaded = distributed_config.fsdp_cpu_offload and distributed_config.fsdp_size > 1
     if not is_offloaded or dist.is_initialized() or device is None or backend is None:
-        return fall_back("no offload, or a process group that is there already", original, distributed_config)
+        return fall_back("no offload, or a process group that already exists", original, distributed_config)
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(f"{device.type}:{backend},cpu:gloo")
     return original(distributed_config)

@@ -84,8 +84,9 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
     if digest not in fix.sources:
         known = " or ".join(sorted(set(fix.sources.values())))
         raise CannotRun(
-            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it "
-            "is not replaced; install this release, or make the change by hand"
+            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 "
+            f"{digest[:12]}), so the function is not replaced; install this release, or make the change by "
+            "hand"
         )
     return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
 

@@ -86,7 +86,7 @@ def _require_condition(entry: KnownFailure) -> KnownFailure:
     """
     for name, version in _VERSION_OF.findall(entry.check):
         if name not in entry.versions:
-            raise ValueError(f"check names {name} {version}, and versions has no {name}")
+            raise ValueError(f"check names {name} {version}, but versions does not name {name}")
     return entry
 
 

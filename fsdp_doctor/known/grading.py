@@ -127,7 +127,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         place = entry.place or "FSDP, a DTensor or a state dict"
         questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
-        questions.append("where was the exception raised? The log has no traceback of it")
+        questions.append("where was the exception raised? The log has no traceback for it")
     against = tuple(_list_contradictions(entry, evidence))
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:

@@ -306,7 +306,7 @@ def _read_master_bytes(keys: SizeKeys, settings: Settings) -> int:
     word = settings.read_word(*keys.master_dtype).removeprefix("torch.").lower()
     if word not in _HALF + _FULL:
         raise Unreadable(
-            f"{settings.find_first(*keys.master_dtype)} is no dtype of shards: float32, bfloat16 or float16"
+            f"{settings.find_first(*keys.master_dtype)} is not a dtype of shards; use float32, bfloat16 or float16"
         )
     return BF16 if word in _HALF else FP32
 

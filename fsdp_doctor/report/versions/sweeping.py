@@ -125,8 +125,8 @@ def check(sweep: Sweep) -> None:
         earlier = _read_existing_report(sweep.name_file(packages))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, which has other options than "
-                "this sweep; give another --directory, or remove the report"
+                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, whose options differ from "
+                "those of this sweep; give another --directory, or remove the report"
             )
 
 

@@ -89,7 +89,7 @@ class Arguments:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
         if not all(isinstance(pattern, str) for pattern in keep):
-            raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
+            raise TypeError(f"keep_dtype must be names or patterns of names, not {keep_dtype!r}")
         given = tuple(names.items()) if isinstance(names, Mapping) else names
         return cls(device, dtype, tuple(keep), bucket_bytes, lora, given, list_expert_meshes(experts), in_step)
 
