@@ -42,7 +42,10 @@ NO_STACK = "no stack: the process is not a Python process, or handles SIGABRT it
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """The Python stack of one rank. stack: faulthandler's text, or the reason why it is missing."""
+    """The Python stack of one rank.
+
+    stack: faulthandler's text, or the reason why it is missing.
+    """
 
     name: str
     stack: str

@@ -33,9 +33,9 @@ from fsdp_doctor.verdict.records import Record, make_failure
 
 
 class CaseRunner:
-    """Runner of cases on this rank, one after the other. It keeps a scenario's trainer while that is sound.
+    """Runner of cases on this rank, one after the other. It keeps a scenario's trainer as long as the trainer is sound.
 
-    report: called with the record each time a case reaches another stage.
+    report: a function that is called with the record each time a case reaches another stage.
     """
 
     def __init__(self, runtime: Runtime, user_methods: tuple[str, ...], report: RecordSink) -> None:

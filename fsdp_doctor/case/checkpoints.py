@@ -1,7 +1,7 @@
-"""Checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
+"""Checkpoint that a case loads: the state of another run of the same scenario after two training steps.
 
-Its contents are taken with the reference, without any method under test. If other processes save it, they save it as
-frameworks do, and also leave its contents and the outcome of their next step.
+The contents of the checkpoint are read like the reference, without any method under test. If other processes save the
+checkpoint, they save it as frameworks do, and also write the contents and the outcome of their next step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ _DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 class Checkpoint:
     """State of a run between two steps. Tensors are on the host.
 
-    weights: the tensors of the state dict, under all names. tied_names: the names that are not a parameter's first name
-    missing_key: the name that is left out of the checkpoint ``missing-key``
-    moments: the optimizer's state by ``<parameter>.<state>``, unsharded. options: the options of the one param group
-    raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's position in its batches
-    went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches
-    directory: the files as frameworks save them; None if no other process saved the checkpoint
+    weights: the tensors of the state dict, under all names.
+    tied_names: the names that are not a parameter's first name.
+    missing_key: the name that is left out of the checkpoint ``missing-key``.
+    moments: the optimizer's state by ``<parameter>.<state>``, unsharded.
+    options: the options of the only param group.
+    raw_optimizer: this rank's ``optimizer.state_dict()``.
+    data_position: this rank's position in its batches.
+    went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches.
+    directory: the directory with the files that frameworks save; None if no other process saved the checkpoint.
     """
 
     weights: Full
@@ -140,7 +143,7 @@ def _copy_as_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns the directory in which processes that save the checkpoint of a scenario leave it."""
+    """Returns the directory into which processes save the checkpoint of a scenario."""
     return scratch / "saved" / f"{find_source(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
 
 
@@ -285,8 +288,8 @@ class SavedCheckpoints:
     def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
         """Returns the outcome that the step after a load must have.
 
-        It is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks saved
-        the run, it is that of a model into which the same state is written by hand.
+        This is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks
+        saved the run, it is the outcome of a model into which the same state is written by hand.
         """
         checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"
@@ -324,8 +327,9 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 class CheckpointForms:
     """Brings a checkpoint into the form that a method needs, by hand if torch's function for it is under test.
 
-    Every rank must call the methods in the same order. directory: a path that does not exist yet. files: the files that
-    save_pretrained wrote; None for other checkpoints.
+    Every rank must call the methods in the same order.
+
+    directory: a path that does not exist yet. files: the files that save_pretrained wrote; None for other checkpoints.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:

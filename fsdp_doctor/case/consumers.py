@@ -109,7 +109,7 @@ def _sends() -> bool:
 
 
 class _Delivery:
-    """Delivery of one weight sync by rank 0: the tensors that it sends, and those that the receiver has in the end."""
+    """Delivery of one weight sync by rank 0: the sent tensors, and the tensors that the receiver has at the end."""
 
     def __init__(self, note: _Note) -> None:
         self._note = note
@@ -324,7 +324,7 @@ def _overwrite(entries: _Entries) -> _Entries:
 
 
 def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
-    """Reads the entries of a first call after those of a second call, which are overwritten.
+    """Reads the entries of a first call after a second call whose entries were overwritten.
 
     The entries of the two calls must share no memory.
     """
@@ -346,7 +346,7 @@ def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Not
 
 
 def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
-    """Reads the resources that the process uses.
+    """Reads the amounts of resources that the process uses.
 
     num_read: the number of earlier calls, each of which made a stream.
     """

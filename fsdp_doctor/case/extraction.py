@@ -41,9 +41,11 @@ _RELEASE_SECONDS = 0.5
 
 
 class ExtractionCheck:
-    """Runs a method that extracts from a model, and records what it yields, keeps and changes.
+    """Runs a method that extracts from a model, and records the yielded entries, kept memory and changes.
 
-    Create it when the model is in the state in which the method will run. truth: the model's weights in that state.
+    Create the check when the model is in the state in which the method will run.
+
+    truth: the model's weights in that state.
     watches_state: whether memory and model may be inspected now; inspecting waits for copies in flight.
     """
 
@@ -118,10 +120,9 @@ class ExtractionCheck:
         keeps: bool,
         ended: Callable[[], None],
     ) -> None:
-        """Runs the method, reads each entry when it comes, verifies the entries, then looks for memory that was not
-        released.
+        """Runs the method, reads and verifies each entry as it comes, and then looks for memory that was not released.
 
-        Nothing waits for the device before the method has ended, as in a framework that sends entries on: a wait would
+        Nothing waits for the device before the method has ended, as in a framework that sends the entries: a wait would
         hide races by ordering work that the method leaves unordered.
         """
         recorder, runtime = self._recorder, self._runtime
@@ -247,8 +248,8 @@ class ExtractionSteps(MatrixSteps):
     def is_reusable(self, trainer: Trainer) -> bool:
         """Returns whether the trainer can serve the next case after its step.
 
-        A trained trainer can. A fresh trainer is no longer fresh, and a trainer that could not continue after a step
-        that raised stays as it is.
+        A trained trainer can, unless it could not continue after a step that raised. A fresh trainer is no longer
+        fresh.
         """
         return self.scenario.phase.is_trained and self._goes_on
 

@@ -119,8 +119,9 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
 class _Place:
     """Place of one parameter in an FSDP1 unit.
 
-    index: the parameter's index in the unit. mine: the elements of the flat parameter that belong to the parameter and
-    are in this rank's shard. begin: the first of these elements in the shard.
+    index: the parameter's index in the unit.
+    mine: the elements of the flat parameter that belong to the parameter and are in this rank's shard.
+    begin: the first of these elements in the shard.
     """
 
     unit: Fsdp1Unit
@@ -168,7 +169,7 @@ def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiec
 def _read_state_in_unit(
     place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor
 ) -> LocalPiece | None:
-    """Returns the piece of a parameter's state: its stretch of the flat parameter's, or the original parameter's whole
+    """Returns the piece of a parameter's state: a range of the flat parameter's state, or the original parameter's
     state.
     """
     unit = place.unit

@@ -59,7 +59,7 @@ class MatrixSteps(CaseSteps[Trainer]):
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """Buffers that no state dict has and that the method is given, by name, on the host."""
+        """Non-persistent buffers that the method is given, by name, on the host."""
         return {}
 
     def check_possible(self) -> None:
@@ -180,7 +180,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         self.check_resumed(trainer)
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Prepares the optimizer of the next step, which usually is the optimizer that trained before."""
+        """Prepares the optimizer of the next step, which usually is the optimizer of the earlier steps."""
 
     def check_resumed(self, trainer: Trainer) -> None:
         """Checks that the next step starts from the right weights."""

@@ -47,9 +47,9 @@ class NextSteps:
         self._start: tuple[_Build, Moment] | None = None
 
     def rehearse(self, trainer: Trainer, num_steps: int) -> None:
-        """Trains the next steps and takes the trainer back, unless their outcomes are known.
+        """Trains the next steps and restores the trainer, unless the outcomes of these steps are known.
 
-        A trainer that has made no step cannot be taken back, so another one is built for the rehearsal.
+        A trainer without a step cannot be restored, so another trainer is built for the rehearsal.
         """
         if not trainer.num_steps:
             if (_name(trainer), num_steps) not in self._outcomes:

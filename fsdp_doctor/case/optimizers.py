@@ -1,4 +1,4 @@
-"""Optimizers of the axis: how each is made, and the memory of its state."""
+"""Makes the optimizers of the axis ``optimizer``, and computes the memory of their state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
 def make_optimizers(
     kind: Optimizer, model: nn.Module, *, foreach: bool | None, options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Makes the optimizer of the axis over the model's present parameters, and another for parameters that it cannot
+    """Makes the scenario's optimizer over the present parameters, and another optimizer for parameters that it cannot
     take.
 
-    foreach: for AdamW and SGD. options: options of the first optimizer, which all kinds have. The other optimizer has
-    the same options in every run.
+    foreach: the option of the same name, for AdamW and SGD.
+    options: options of the first optimizer, which every kind of optimizer accepts. The other optimizer has the same
+        options in every run.
     """
     parameters = list(model.parameters())
     match kind:

@@ -41,8 +41,9 @@ class _RankState(NamedTuple):
 class SharedOutcome:
     """Outcome of a call of the method, over all ranks.
 
-    works: all ranks ended in the same way, and a collective over the model's process group works. poisoned: the
-    training state of some rank was changed. sound: no rank found anything worse than a leak.
+    works: whether all ranks ended in the same way, and a collective over the model's process group works.
+    poisoned: whether the training state of some rank was changed.
+    sound: whether no rank found anything worse than a leak.
     """
 
     works: bool = False

@@ -34,12 +34,12 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 class Reference:
     """Values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
 
-    full: the tensors of the state dict, under all names, tied names sharing one tensor; for 4-bit codes, the weights
-        that they stand for.
+    full: the tensors of the state dict, under all names. Tied names share one tensor. For 4-bit codes, the weights that
+        the codes stand for.
     codes: the joined 4-bit codes of those weights, by name.
     parameters: the first name of each parameter.
     buffer_names: the names of the persistent buffers.
-    local: this rank's shard of each tensor that is in no FSDP1 unit, under its first name.
+    local: this rank's shard of each tensor that is in no FSDP1 unit, under the tensor's first name.
     flat: this rank's shard of each FSDP1 unit without its padding, under the flat parameter's name.
     optimizer: every state of every parameter, unsharded, under ``<parameter>.<state>``.
     """

@@ -29,9 +29,11 @@ from fsdp_doctor.weights.fsdp import private
 class Start:
     """Start of a trainer.
 
-    weights: the weights with which the model is built. options: options of the optimizer. same_batches: whether every
-    rank trains on the batches of rank 0. saves: whether the trained model is saved for another number of ranks; there
-    may then be too few ranks for two dims of a mesh, so that one dim has one rank.
+    weights: the weights with which the model is built.
+    options: options of the optimizer.
+    same_batches: whether every rank trains on the batches of rank 0.
+    saves: whether the trained model is saved for another number of ranks; there may then be too few ranks for two dims
+        of a mesh, so that one dim has one rank.
     """
 
     weights: models.Weights = "own"
@@ -130,7 +132,7 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the scenario's optimizer over the model's present parameters.
 
-        Parameters that it does not take get another optimizer, without state.
+        Parameters that this optimizer cannot take get another optimizer, without state.
         """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
@@ -184,9 +186,9 @@ class Trainer:
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     def interrupt_step(self) -> None:
-        """Runs the step that raises before the method, if the scenario has one, and catches the error as a job does.
+        """Runs a step that raises before the method, if the scenario has one, and catches the error as a job does.
 
-        It takes no batch, so the next step has the same batch as without the interrupted step.
+        The interrupted step takes no batch, so the next step has the same batch as without it.
         """
         raised = self.scenario.phase.raised
         if raised is None:
@@ -212,9 +214,10 @@ class Trainer:
         self.seek(position)
 
     def recover(self) -> bool:
-        """Recovers after a step that raised, with torch's own means. Returns whether the next step will be right.
+        """Recovers after a step that raised, by torch's own means. Returns whether the next step will be right.
 
-        FSDP2: ``reset_iter_state``, which torch 2.13 and newer has. FSDP1: a step whose gradients are dropped.
+        For FSDP2 this is ``reset_iter_state``, which torch has from 2.13 on; for FSDP1, a step whose gradients are
+        dropped.
         """
         raised = self.scenario.phase.raised
         if raised is None:
@@ -252,7 +255,7 @@ class Trainer:
         self._staged = True
 
     def resume(self, *, undo_staging: bool = False) -> None:
-        """Does what verl does between the extraction and the next training step.
+        """Performs the actions of verl between the extraction and the next training step.
 
         undo_staging: whether to move a module that was staged under CPUOffloadPolicy back to the CPU, where torch
         expects its shards; verl before PR 6463 did not.

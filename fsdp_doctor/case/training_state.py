@@ -1,7 +1,7 @@
 """Digests of the state from which a training step starts, and of its outcome, to compare two moments or two runs.
 
-They are local to a rank and need no collective, except that every rank must train. Shards are read where they lie,
-half-moved or not.
+Digests are local to a rank and need no collective, except that every rank must train. Shards are read from their
+present memory, half-moved or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fsdp_doctor.weights.fsdp import private, reader
 class StateDigest:
     """Digest of the state from which a training step starts.
 
-    parts: digests of all parts of that state. unsharded: the parameters that FSDP2 has unsharded.
+    parts: digests of all parts of that state.
+    unsharded: the parameters that FSDP2 has unsharded.
     """
 
     parts: dict[str, tuple[str, ...]]
@@ -51,9 +52,9 @@ class _StateTensor:
 def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Digests the training state of this rank.
 
-    The state is: shards, buffers and their placements; which parameters train and have gradients; the optimizer's
-    state, options and parameters; train or eval mode; the reduction of gradients; the mixed precision and the offload
-    policy; hooks; and forwards that replace those of the classes.
+    The training state consists of shards, buffers and their placements; which parameters train and have gradients; the
+    optimizer's state, options and parameters; train or eval mode; the reduction of gradients; the mixed precision and
+    the offload policy; hooks; and forwards that replace the forwards of the classes.
     """
     contents = reader.read(model)
     states = [

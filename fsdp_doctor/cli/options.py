@@ -186,9 +186,9 @@ def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
 
 
 def declare_report_format(*beside: str, help: str = "") -> Any:
-    """Declares an option for a format of reports, or for one of the further words.
+    """Declares an option for a format of reports.
 
-    beside: the further words.
+    beside: further words that the option accepts.
     """
     from fsdp_doctor.report.formats import FORMATS
 

@@ -47,9 +47,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Examination:
-    """The result of ``examine`` on this rank, which ``print`` and rich show as a short table.
+    """The result of ``examine`` on this rank. ``print`` and rich show it as a short table.
 
-    facts: the state of the model, with equal tensors grouped. findings: all findings, the bad ones first.
+    facts: the state of the model, with equal tensors grouped.
+    findings: all findings, the bad ones first.
     """
 
     facts: Facts

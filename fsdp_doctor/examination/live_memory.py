@@ -157,9 +157,10 @@ class Counters:
     elsewhere: int
 
     def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
-        """Makes the ledger of a device.
+        """Makes the ledger of a device: its memory by class.
 
-        by_class: bytes of known classes that are allocated now. at_peak: bytes of known classes at the peak.
+        by_class: bytes of known classes that are allocated now.
+        at_peak: bytes of known classes at the peak.
         """
         return DeviceMemory(
             held=add_unexplained(by_class, self.allocated),

@@ -338,7 +338,7 @@ class SessionExtractionSteps(SessionSteps):
 class SavedState:
     """The state of a run when it was saved. Tensors are unsharded and on the host.
 
-    options: one dict for each parameter group of the optimizer.
+    options: a dict of options for each parameter group of the optimizer.
     """
 
     weights: Full

@@ -76,7 +76,7 @@ def is_under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this process is the one that prints for the job; true also outside of torchrun."""
+    """Returns whether this process prints for the job: rank 0, or any process outside torchrun."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 

@@ -1,6 +1,6 @@
-"""Axes of the matrix: their names, their values, and what each value means.
+"""Axes of the matrix: their names, their values, and the meaning of each value.
 
-No value belongs to two axes, so the id of a case can be read back without positions.
+A value belongs to only one axis, so the id of a case can be read back without positions.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class OffloadWay(AxisValue):
 @functools.total_ordering
 @dataclass(frozen=True)
 class Offload:
-    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or one other way to offload.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or another way to offload.
 
     As in verl, the policy takes precedence: with it, the two manual flags have no effect.
     """
@@ -491,7 +491,7 @@ class Init(AxisValue):
 
 
 class CheckpointFit(AxisValue):
-    """Relation of a load's checkpoint to the model's state dict: how it differs, and who saved it."""
+    """Relation of a load's checkpoint to the model's state dict: how the two differ, and who saved the checkpoint."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
     BF16 = "bf16", "a checkpoint in bfloat16 for parameters in float32"
@@ -549,7 +549,7 @@ class Context(AxisValue):
 
 
 class Consumer(AxisValue):
-    """Use that is made of the entries that a method yields. A receiver is another process."""
+    """Use of the entries that a method yields. A receiver is another process."""
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"

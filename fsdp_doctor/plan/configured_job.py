@@ -77,7 +77,8 @@ class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration keys of devices and nodes.
 
-    gpus: keys of the number of devices in a node. nodes: keys of the number of nodes.
+    gpus: keys of the number of devices in a node.
+    nodes: keys of the number of nodes.
     ranks: keys of the number of ranks on all nodes.
     words: whether values can be words instead of numbers, such as ``auto``.
     """
@@ -131,7 +132,8 @@ _FULL = ("", "fp32", "float32", "float")
 class PlanOptions:
     """The command-line options, which take precedence over the configuration; an option that is not given is None.
 
-    gpu_memory: bytes of memory of a device. host_memory: bytes of host memory of a node.
+    gpu_memory: bytes of memory of a device.
+    host_memory: bytes of host memory of a node.
     """
 
     model: str | None = None

@@ -75,7 +75,11 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The predicted memory of a job. moments: the moments on a device. host: the moments on a node's host."""
+    """The predicted memory of a job.
+
+    moments: the moments on a device.
+    host: the moments on a node's host.
+    """
 
     job: JobSetup
     roles: tuple[RolePlan, ...]

@@ -48,7 +48,8 @@ class RankShards:
 def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
     """Shards all units of a model. Under FSDP1 the embedding belongs to the root unit.
 
-    rank: the rank within its shard group. ranks: the number of ranks in a shard group.
+    rank: the rank within its shard group.
+    ranks: the number of ranks in a shard group.
     """
     if strategy.version == 2:
         return RankShards(
@@ -293,7 +294,10 @@ class Fsdp1Replay:
             self.unshard(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
+        """Replays the reduction of a unit.
+
+        gradients: bytes of the gradients of its parameters, which are freed.
+        """
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel, padded = sum(unit.originals), sum(unit.padded)
         joined = round_up(numel * dtypes.compute)
@@ -367,7 +371,10 @@ class Fsdp2Replay:
             self._gather(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
+        """Replays the reduction of a unit.
+
+        gradients: bytes of the gradients of its parameters, which are freed.
+        """
         self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.free("communication buffers", self._reduce_input)

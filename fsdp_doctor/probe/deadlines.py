@@ -54,7 +54,7 @@ class Deadline:
 
 
 class Deadlines:
-    """The deadlines of one run. They grow with the slowest stage that the run has shown.
+    """The deadlines of one run. They grow with the slowest stage of the run so far.
 
     test_timeout: the time limit of a test that sets one; it replaces ``limits.start``.
     """
@@ -127,7 +127,10 @@ class Watch:
         return (unfinished or records)[0].stage if records else "start"
 
     def _is_grace_over(self, seconds: float, idle_seconds: Callable[[], float]) -> bool:
-        """Returns whether the other ranks have had enough time. seconds: the time since the trouble began."""
+        """Returns whether the other ranks have had enough time.
+
+        seconds: the time since the trouble began.
+        """
         if self._grace is not None:
             return seconds > self._grace
         if seconds > _GRACE:

@@ -336,10 +336,12 @@ class WorkerProcess:
 
 
 def _become_worker(parent: int, output: int) -> None:
-    """Prepares a forked worker before it does anything else. ``output``: the file descriptor for stdout and stderr.
+    """Prepares a forked worker before it does anything else.
 
     The worker leads a new session, so that Ctrl-C reaches only the supervisor, and all processes that the worker starts
-    can be ended with it. It dies with its supervisor, in whatever way the supervisor ends.
+    can be ended together with the worker. The worker dies with its supervisor, in whatever way the supervisor ends.
+
+    output: the file descriptor for stdout and stderr.
     """
     os.setsid()
     die_with_parent(signal.SIGKILL)

@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def render_minimal(case: Case, name: str = "repro.py", *, as_test: bool = False) -> str:
-    """Renders a script of at most 25 lines that shows the failure that the catalogue has for ``case``.
+    """Renders a script of at most 25 lines that shows the failure that the catalogue expects of ``case``.
 
     The last line of its output is ``shown``, with exit code 0, or ``not shown``. Raises UsageError for a case that
     needs a longer script.
@@ -444,9 +444,9 @@ class _Script:
         yield "model.zero_grad()"
 
     def _move(self, place: str) -> Iterator[str]:
-        """Writes the move of the weights to ``place``, an expression.
+        """Writes the move of the weights to a place. FSDP1's weights are moved unit by unit, as in verl.
 
-        FSDP1's weights are moved unit by unit, as verl does.
+        place: the expression for the place.
         """
         late = "" if self.case.scenario.transfer.is_blocking else ", non_blocking=True"
         if not self.fsdp1:
@@ -552,9 +552,9 @@ class _Script:
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:
-        """Writes the next training step if it is the step that fails.
+        """Writes the next training step if this is the step that fails.
 
-        Everything is brought back to the device before it.
+        Before the step, all tensors are brought back to the device.
         """
         scenario = self.case.scenario
         if self.kind != "poisoned":

@@ -224,10 +224,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones.
-
-    It does not if the case raises before there are values.
-    """
+    """Returns whether the script compares values with the true ones. A case that raises before has no values."""
     kind = expectation.kind
     if method.contract.form == "flat":
         return False

@@ -87,7 +87,10 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """A difference between two runs on one rank. names: the names of all parameters or other values that differ."""
+    """A difference between two runs on one rank.
+
+    names: the names of all parameters or other values that differ.
+    """
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -254,7 +257,9 @@ class RankComparison:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong parameter to the parameter whose state it has; empty unless all have another one's state."""
+        """Maps each wrong parameter to the parameter whose state it has; empty unless every wrong parameter has
+        another's state.
+        """
         expected, begun = self._expected.state, self._begun.state
         owners = {}
         for name in wrong:
@@ -385,8 +390,8 @@ class RankComparison:
     def _describe_place(self, index: int, wanted: int) -> RunDifference:
         """Describes a resumed run that starts with the wrong batch.
 
-        index: the batch of the straight run with which it starts, counted from 0. wanted: the batch with which it
-        should start, counted from 0.
+        index: the batch of the straight run with which the resumed run starts, counted from 0.
+        wanted: the batch with which it should start, counted from 0.
         """
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:

@@ -141,7 +141,7 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Returns the fractions of a sample that are not the nearest value, and that are off by more than one unit.
+    """Returns the fractions of a sample that differ from the nearest value, and that differ by more than one unit.
 
     Returns None if there is no sample.
     """

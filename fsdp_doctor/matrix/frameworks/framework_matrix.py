@@ -55,8 +55,8 @@ class FrameworkMethod(Method):
 class Shim:
     """Change to the framework, made only on the emulated device, so that the framework recognizes the device.
 
-    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in. kind:
-    ``stand-in`` replaces a dependency of the framework that is not installed.
+    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in.
+    kind: ``stand-in`` replaces a dependency of the framework that is not installed.
     """
 
     name: str
@@ -68,8 +68,10 @@ class Shim:
 class ConfiguredBuild:
     """Facts about the model that a configuration must bring about; a fact that is left out is not compared.
 
-    only: by axis, the values for which the facts hold. strategies: the allowed strategies. offloads: whether FSDP's own
-    policy is on. state_dict_type: the form in which the framework says that it saves.
+    only: by axis, the values for which the facts hold.
+    strategies: the allowed strategies.
+    offloads: whether FSDP's own policy is on.
+    state_dict_type: the form of the saved state dict, as the framework reports it.
     """
 
     only: Mapping[str, tuple[str, ...]]
@@ -130,8 +132,10 @@ _Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 class _Table(msgspec.Struct, kw_only=True):
     """Table of an adapter, in a file next to the adapter's module.
 
-    builds_on: another framework whose shims and variables are also needed. models: the entries of MODELS that the
-    framework can be given. configurations, quick: products of the values of several axes; an empty value is left out.
+    builds_on: another framework whose shims and environment variables are also needed. A shim is a replacement that
+        lets a framework find the emulated device.
+    models: the entries of MODELS that the framework can be given.
+    configurations, quick: products of the values of several axes; an empty value is left out.
     """
 
     title: str

@@ -131,7 +131,7 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
-    """Probes the packages one after the other. The environment of each is removed before the next one is made."""
+    """Probes the packages one after the other. Each environment is removed before the next environment is made."""
     for packages in sweep.list_packages():
         file = sweep.name_file(packages)
         report, trouble = _read_existing_report(file), None
@@ -181,7 +181,10 @@ def _print_progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """An installation of fsdp-doctor in a separate environment. path: the directory that contains its package."""
+    """An installation of fsdp-doctor in a separate environment.
+
+    path: the directory that contains its package.
+    """
 
     python: pathlib.Path
     path: pathlib.Path

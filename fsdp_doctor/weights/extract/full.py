@@ -109,7 +109,8 @@ def full_tensors(
         default; the tensors of a model without shards may be on any device.
     dtype: the dtype to which floating-point tensors are cast, each shard before it is gathered; integers, bools and
         complex numbers stay as they are. By default every tensor keeps its own dtype (under mixed precision, the fp32
-        masters). keep_dtype: names, or fnmatch patterns, of tensors that are not cast.
+        masters).
+    keep_dtype: names, or fnmatch patterns, of tensors that are not cast.
     bucket_bytes: device memory of one bucket, in bytes. If the largest tensor needs the memory anyway, a bucket is up
         to four times as large, and a unit of FSDP1 is gathered whole.
     lora: ``merged``: the weights with their active adapters added, as the model computes with them. The merge is out of
@@ -310,8 +311,9 @@ def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]
 class _PendingBucket:
     """Bucket whose loading has begun.
 
-    is_launched: whether its collectives have been launched. done: the event after the collectives. deltas: the LoRA
-    deltas, kept until that event because the device reads them.
+    is_launched: whether the bucket's collectives have been launched.
+    done: the event after the collectives.
+    deltas: the LoRA deltas, which the device reads until that event.
     """
 
     bucket: Bucket

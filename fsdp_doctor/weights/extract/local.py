@@ -1,4 +1,5 @@
-"""Shards of this rank: its part of each tensor, its place in the whole, and an iterator that loads all of them.
+"""Shards of this rank: the rank's part of each tensor, its place in the whole tensor, and an iterator that loads all
+parts.
 
 Shards come on the device, cast and merged like full tensors. No weight is gathered.
 """
@@ -49,8 +50,9 @@ from fsdp_doctor.weights.transport.streams import HomeStream, Streams
 class LocalShard(NamedTuple):
     """Part of one tensor that this rank holds.
 
-    tensor: on the device; 1-D if ``place.group`` is given, otherwise in the shape of the rank's part; empty if the rank
-    holds nothing. shape: that of the whole tensor.
+    tensor: the part, on the device; 1-D if ``place.group`` is given, otherwise in the shape of the part; empty if the
+        rank holds nothing.
+    shape: the shape of the whole tensor.
     """
 
     name: str
@@ -134,8 +136,10 @@ def _has_adapters(model: nn.Module) -> bool:
 class ShardRequest:
     """Arguments of one call, checked against the model.
 
-    plan, shards: those of an extraction with the same arguments. sources, adapters, dtypes: which tensors of the plan
-    are asked for, which adapters are merged into them, and in which dtypes they are yielded.
+    plan, shards: the plan and the shards of an extraction with the same arguments.
+    sources: the requested tensors of the plan.
+    adapters: the adapters to merge into these tensors.
+    dtypes: the dtypes in which the tensors are yielded.
     """
 
     plan: Plan
@@ -286,9 +290,9 @@ def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
 
 
 def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
-    """Returns the group over which a shard's tensor is divided, for a shard that is one range of its tensor.
+    """Returns the group over which a tensor is divided, for a shard that is one range of its tensor.
 
-    For a DTensor the group is that of the one mesh dim that divides it.
+    For a DTensor this is the group of the only mesh dim that divides the tensor.
     """
     if place.mesh is None:
         return place.group
@@ -316,8 +320,8 @@ def _divide_into_buckets(
 class _LoadedBucket:
     """Shards of one bucket.
 
-    done: the event after their loading, or None if nothing is loaded. in_use: memory that must be kept until that
-    event.
+    done: the event after the loading; None if nothing is loaded.
+    in_use: memory that must be kept until that event.
     """
 
     results: list[LoadedShard]

@@ -336,11 +336,11 @@ def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
 
 
 class _GatheredSums:
-    """Sums of this rank's shards as an extraction gathers them.
+    """Sums of this rank's shards as an extraction gathers them. The table of each launch is kept by the bucket's
+    number.
 
-    The table of each launch is kept by the bucket's number.
-
-    made_for: the plan of the extraction. plan: a copy of it that agrees only with ranks that sum, too.
+    made_for: the plan of the extraction.
+    plan: a copy of the plan that agrees only with ranks that also sum.
     """
 
     @disable_autograd
@@ -395,9 +395,11 @@ class _GatheredSums:
 class _SumsOverRanks:
     """Sums of this rank's parts of tensors, and the device memory to add them over the groups that divide the tensors.
 
-    parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``. rows: the sums in the
-    same order, in the form of :meth:`FingerprintSums.rows`. The object is made before the ranks agree, so that no rank
-    waits in a collective for a rank that is out of memory. Neither the constructor nor ``add`` waits for the device.
+    The object is made before the ranks agree, so that no rank waits in a collective for a rank that is out of memory.
+    Neither the constructor nor ``add`` waits for the device.
+
+    parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``.
+    rows: the sums in the same order, in the form of :meth:`FingerprintSums.rows`.
     """
 
     def __init__(
@@ -498,8 +500,8 @@ def _sum_variant(
 ) -> FingerprintSums:
     """Sums this rank's part of the tensors that a mistake changes, by first name.
 
-    first_to: a dtype to which the tensors are cast before the fingerprint's dtype. back_from: a dtype to which they are
-    cast after the fingerprint's dtype, and back.
+    first_to: a dtype to which the tensors are cast before the cast to the fingerprint's dtype.
+    back_from: a dtype to which the tensors are cast, and back, after the cast to the fingerprint's dtype.
     """
     dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
     read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))

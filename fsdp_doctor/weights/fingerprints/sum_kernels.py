@@ -133,7 +133,7 @@ def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Te
 
 
 def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor:
-    """Returns one row of arguments for each program, on the host. Each index of the outer dims has tiles of its own."""
+    """Returns one row of arguments for each program, on the host. Each index of the outer dims has separate tiles."""
     *outer, num_rows, num_columns = (1, 1, *grid.sizes)
     *outer_strides, row_stride, column_stride = (0, 0, *grid.strides)
     itemsize = grid.tensor.element_size()
@@ -185,7 +185,10 @@ def _sum_programs(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Sums one row of the table. row_keys, column_keys: the keys of the first lane, then those of the second."""
+    """Sums one row of the table.
+
+    row_keys, column_keys: the keys of the first lane, followed by the keys of the second lane.
+    """
     entry = table + tl.program_id(0).to(tl.int64) * FIELDS
     kind = tl.load(entry)
     target = into + tl.load(entry + 1) * stride

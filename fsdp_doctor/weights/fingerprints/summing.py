@@ -1,4 +1,4 @@
-"""Fingerprints of tensors and of parts of tensors that an engine holds, or that are on their way to it."""
+"""Fingerprints of tensors and of parts of tensors in an engine, or on the way to an engine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """Block of a tensor: an engine's shard of it, or its slice of a fused tensor.
+    """Block of a tensor: an engine's shard of a tensor, or its slice of a fused tensor.
 
-    tensor: the block, which may be a view. shape: the shape of the whole tensor. offsets: the block's first index along
-    each dim, by default 0. For example, if the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
-    ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
+    tensor: the block, which may be a view.
+    shape: the shape of the whole tensor.
+    offsets: the block's first index along each dim, by default 0. For example, if the rows of the up projection in a
+        fused ``gate_up_proj`` begin at ``n``, ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
     """
 
     tensor: torch.Tensor
@@ -84,9 +85,9 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Drops the table of memory unless all of that memory lies in the storages at these addresses.
+        """Drops the table of memory unless all its memory lies in the storages at these addresses.
 
-        Returns whether it is kept.
+        Returns whether the table is kept.
         """
         if self._sums is not None and not self._sums.reads_only(kept):
             self._sums = None
@@ -96,8 +97,9 @@ class _SumLaunch:
 class FingerprintSums:
     """Sums tensors as they come; :meth:`fingerprints` returns the sums.
 
-    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards. repeats:
-    whether :meth:`repeat` will be called; in this case a tensor may be changed but must not be freed.
+    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
+
+    repeats: whether :meth:`repeat` will be called; in this case a tensor may be changed but must not be freed.
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
@@ -136,8 +138,8 @@ class FingerprintSums:
     ) -> None:
         """Adds blocks to be summed at the next :meth:`flush`; until then their memory must not change.
 
-        part: the part of the tensor, with lanes of zero. memory: memory that the caller keeps in any case; 64 MiB of
-        blocks outside of it cause a flush.
+        part: the part of the tensor, with lanes of zero.
+        memory: memory that the caller keeps in any case; 64 MiB of blocks outside of it cause a flush.
         """
         storage = memory.untyped_storage().data_ptr() if memory is not None else None
         if storage is not None:
@@ -216,12 +218,12 @@ class FingerprintSums:
 def fingerprint_tensors(
     tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
 ) -> Fingerprints:
-    """Sums the tensors of a receiver: whole tensors, or its parts of them, by the trainer's names.
+    """Fingerprints the tensors of a receiver, which may be whole tensors or parts of them, by the trainer's names.
 
-    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
-    collective is called. The tensors of an iterator are summed and freed one by one. Those of a mapping or a list are
-    summed in one launch for each device, or one for each 64 MiB of copies if they are not contiguous; names whose
-    tensors are the same memory are noted as tied. Raises what :meth:`FingerprintSums.add` raises.
+    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds the partial fingerprints of all
+    ranks. No collective is called. The tensors of an iterator are summed and freed one by one. The tensors of a mapping
+    or a list are summed in one launch for each device, or one for each 64 MiB of copies if they are not contiguous.
+    Names whose tensors are the same memory are noted as tied. Raises the errors of :meth:`FingerprintSums.add`.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(pairs, Iterable):

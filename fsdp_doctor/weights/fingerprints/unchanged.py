@@ -23,7 +23,11 @@ _MOST_CALLS = 6
 
 
 class WeightsChanged(RuntimeError):
-    """Error of :func:`unchanged`. names: the tensors that changed. rank: the rank of this process."""
+    """Error of :func:`unchanged`.
+
+    names: the tensors that changed.
+    rank: the rank of this process.
+    """
 
     def __init__(self, message: str, names: list[str], rank: int) -> None:
         super().__init__(message)

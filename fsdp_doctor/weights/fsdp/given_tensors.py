@@ -20,12 +20,12 @@ GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> ModelContents:
-    """Returns the contents with only the given tensors, in the order and with all names of the model's; unchanged for
-    None.
+    """Returns the contents with only the given tensors, in the order and with all names of the model; unchanged if
+    ``tensors`` is None.
 
-    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors; ValueError for a
-    name of no parameter or persistent buffer, for a name in an FSDP1 unit, for two different tensors for one tied
-    tensor, and for a shape that is not the model's.
+    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors. Raises ValueError
+    for a name that no parameter or persistent buffer has, for a name in an FSDP1 unit, for two different tensors for
+    one tied tensor, and for a shape that differs from the model's.
     """
     if tensors is None:
         return contents

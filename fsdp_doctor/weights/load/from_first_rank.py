@@ -49,8 +49,10 @@ class _Piece:
 class _Memory:
     """Device memory of one bucket.
 
-    received: bytes from rank 0. passed: bytes from another rank that has the same part. lanes: on rank 0, the bytes for
-    each rank. joined: on rank 0, all lanes one after another, if there are several.
+    received: bytes from rank 0.
+    passed: bytes from another rank that has the same part.
+    lanes: on rank 0, the bytes for each rank.
+    joined: on rank 0, all lanes one after another, if there are several.
     """
 
     received: torch.Tensor
@@ -61,7 +63,10 @@ class _Memory:
 
 @dataclass
 class _Bucket:
-    """Bucket that rank 0 fills. used: the number of bytes in each rank's lane."""
+    """Bucket that rank 0 fills.
+
+    used: the number of bytes in each rank's lane.
+    """
 
     memory: _Memory
     used: dict[int, int]

@@ -289,8 +289,9 @@ def fill_targets(
 ) -> LoadReport:
     """Matches the source with the targets, reads it, and writes each rank's parts.
 
-    prepare_model: called before the first write, after all ranks have found that they can write. share: this
-    rank's share of the files, whose checksums of the save are compared before the first write; None compares nothing.
+    prepare_model: a function that is called before the first write, after all ranks have found that they can write.
+    share: this rank's share of the files, whose checksums from the save are compared before the first write; None to
+        compare nothing.
     """
     if holders == "first" and place.partial:
         raise LoadError(

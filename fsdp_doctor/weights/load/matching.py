@@ -28,8 +28,10 @@ _MOST_NAMES = 3
 class Matching:
     """Pairs of tensors of the source and the targets that they fill.
 
-    A tied target may come under several of its names if the values are the same. names: by the target's index, the
-    names under which the source has it. superfluous: names in the source that belong to no target.
+    A tied target may come under several of its names if the values are the same.
+
+    names: by the target's index, the names under which the source has the target.
+    superfluous: names in the source that belong to no target.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class Matching:
         conflicts: Mapping[str, Conflict],
         unreadable: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepares the matching. conflicts, unreadable: by the first name of a target, why it cannot be loaded."""
+        """Prepares the matching.
+
+        conflicts, unreadable: by the first name of a target, the reason why it cannot be loaded.
+        """
         self._targets, self._strict, self._dtype = targets, strict, dtype
         self._holders, self._conflicts = holders, conflicts
         self._unreadable = unreadable or {}

@@ -173,7 +173,10 @@ class _NewState:
     def __init__(
         self, optimizer: torch.optim.Optimizer, matching: StateMatching, forms: StateForms, whole: Whole
     ) -> None:
-        """Makes the state without its values. whole: the layout of tensors that are whole on each rank."""
+        """Makes the state without its values.
+
+        whole: the layout of tensors that are whole on each rank.
+        """
         self._optimizer = optimizer
         self._matching = matching
         self._forms, self._whole = forms, whole

@@ -22,7 +22,10 @@ _LONGEST_GAP = 64 << 10
 
 
 class InFile(Portion):
-    """Part of a tensor in a file. stretches: the part's bytes in the file."""
+    """Part of a tensor in a file.
+
+    stretches: the part's bytes in the file.
+    """
 
     def __init__(self, file: SafetensorsFile, stretches: list[Stretches]) -> None:
         self._file, self._stretches = file, stretches

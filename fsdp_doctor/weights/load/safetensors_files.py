@@ -58,7 +58,10 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Full tensor in a file. begin: the offset of its first byte."""
+    """Full tensor in a file.
+
+    begin: the offset of its first byte.
+    """
 
     file: SafetensorsFile
     begin: int

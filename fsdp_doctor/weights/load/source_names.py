@@ -21,7 +21,10 @@ _MOST_NAMES = 10
 
 
 class SourceNames:
-    """Names of the tensors in one load's source. If ``names`` is ``auto``, those that this rank's source has."""
+    """Names of the tensors in the source of one load.
+
+    If ``names`` is ``auto``, the names of this rank's source decide.
+    """
 
     def __init__(self, names: Names, model: nn.Module, targets: Sequence[Target], source: LoadSource) -> None:
         self._model = model

@@ -40,9 +40,10 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 class Target:
     """Tensor to be filled.
 
-    names: all of its names, any of which the source may have. shape, dtype: those of the full tensor. shard: returns
-    this rank's part in place, with as many elements as the layout says; it first gives memory to a part on the meta
-    device.
+    names: all names of the tensor, any of which the source may have.
+    shape, dtype: the shape and dtype of the full tensor.
+    shard: a function that returns this rank's part in place, with as many elements as the layout says. It first gives
+        memory to a part on the meta device.
     """
 
     names: tuple[str, ...]
@@ -56,10 +57,12 @@ class Target:
 class ModelPlace:
     """Ranks and devices of a model.
 
-    ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load. known_group: an existing
-    group of exactly these ranks, or None. device: the device on which this rank communicates. meshes: the meshes of all
-    ranks. partial: names of tensors on a mesh of some of the ranks that is no submesh of a mesh of all ranks, so that
-    rank 0 does not know how they are divided.
+    ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load.
+    known_group: an existing group of exactly these ranks, or None.
+    device: the device on which this rank communicates.
+    meshes: the meshes of all ranks.
+    partial: names of tensors on a mesh of some of the ranks that is not a submesh of a mesh of all ranks, so that rank
+        0 does not know how they are divided.
     """
 
     ranks: tuple[int, ...]
@@ -116,7 +119,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
 
 @defer_garbage_collection
 def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
-    """Lists each parameter and persistent buffer once, in the order of the model; those in FSDP1 units come first."""
+    """Lists each parameter and persistent buffer once, in the order of the model, but those in FSDP1 units first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
             f"FSDP2 does not compute with the model's present {join_some(unused)}: another parameter was assigned "

@@ -1,4 +1,4 @@
-"""Names under which tensors are handed out: the model's, or the Hub's, of which a fused tensor has several."""
+"""Names under which tensors are yielded: the model's, or the Hub's. A fused tensor has several names of the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fsdp_doctor.weights.transport.sources import TensorSpec
 
 
 class OutputNames:
-    """Names under which one call hands out tensors. hub: None for the model's names."""
+    """Names under which one call hands out tensors.
+
+    hub: None for the model's names.
+    """
 
     def __init__(self, hub: HubNames | None = None) -> None:
         self._hub = hub

@@ -48,8 +48,8 @@ class TensorView(NamedTuple):
 class Box:
     """Box of a tensor's indices that a view covers: ``[begin, begin + length)`` along each dim.
 
-    dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1. None if the view has other dims
-    than the tensor; its elements are then in the tensor's order.
+    dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1; None if the view has other dims
+    than the tensor. Its elements are then in the tensor's order.
     """
 
     begins: tuple[int, ...]

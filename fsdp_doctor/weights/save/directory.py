@@ -49,8 +49,9 @@ class SaveError(RuntimeError):
 class SaveDirectory:
     """Directory of a save, as one rank uses it.
 
-    ranks: the ranks that take part; the first one prepares the directory and gives the files their names. store: the
-    job's store, through which the first ranks of several models see each other; None without a process group.
+    ranks: the ranks that take part; the first one prepares the directory and gives the files their names.
+    store: the job's store, through which the first ranks of several models see each other; None without a process
+        group.
     """
 
     def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int, store: dist.Store | None) -> None:
@@ -273,9 +274,10 @@ def _get_order(name: str) -> tuple[bool, str]:
 class _Commit:
     """Moves that give the new files their names.
 
-    former: the names of existing files, in the order in which they are moved into the folder ``aside``. new: the names
-    of new files, in order. num_last: the number of files at the end of ``new`` that are moved only when all earlier
-    names are on the disk. replaces: whether the existing files are a checkpoint.
+    former: the names of existing files, in the order in which they are moved into the folder ``aside``.
+    new: the names of new files, in order.
+    num_last: the number of files at the end of ``new`` that are moved only when all earlier names are on the disk.
+    replaces: whether the existing files are a checkpoint.
     """
 
     path: pathlib.Path

@@ -64,10 +64,12 @@ _INDEX = "model.safetensors.index.json"
 class SaveReport:
     """The result of a save, the same on every rank except for ``num_written``.
 
-    files: the names of the weight files. num_bytes: bytes that all ranks wrote. num_written: bytes that this rank
-    wrote. differing_buffers: persistent buffers whose values differ between the ranks; the files have one rank's
-    values. extra_states: names of what the model's ``get_extra_state`` methods return; it is not a tensor, and is not
-    saved.
+    files: the names of the weight files.
+    num_bytes: the number of bytes that all ranks wrote.
+    num_written: the number of bytes that this rank wrote.
+    differing_buffers: persistent buffers whose values differ between the ranks; the files have one rank's values.
+    extra_states: names of the results of the model's ``get_extra_state`` methods, which are not tensors and are not
+        saved.
     """
 
     files: tuple[str, ...]
@@ -191,8 +193,8 @@ def save_full_tensors(
 class _Plan:
     """Plan of a save.
 
-    tensors: the tensors by their names in the files. saved_names: for each tensor, by its first name, its names in the
-    files.
+    tensors: the tensors by their names in the files.
+    saved_names: by the first name of each tensor, all its names in the files.
     """
 
     files: list[HubFile]

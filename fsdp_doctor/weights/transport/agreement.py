@@ -58,7 +58,8 @@ class PlanMismatch(RuntimeError):
 class _Keys:
     """Keys in the store.
 
-    read: keys that every rank has read. unread: keys that some ranks may not have read until all reach the next stage.
+    read: keys that every rank has read.
+    unread: keys that some ranks may not have read until all reach the next stage.
     """
 
     read: list[str] = field(default_factory=list)
@@ -99,9 +100,10 @@ class ComparedPlan:
 class Agreement:
     """Agreement over one extraction, load or save.
 
-    ranks: all ranks that take part; each must make an agreement. speaker: the rank whose message all ranks get at each
-    stage; None if there are no messages. watch: called while this rank waits for others; returns a sentence about a
-    rank that will not come, or an empty text.
+    ranks: all ranks that take part; each must make an agreement.
+    speaker: the rank whose message all ranks get at each stage; None if there are no messages.
+    watch: a function that is called while this rank waits for others; it returns a sentence about a rank that will not
+        come, or an empty text.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Returns whether the thread that came to the first stage is another one and still alive."""
+        """Returns whether another thread came to the first stage and is still alive."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
@@ -260,7 +262,7 @@ class Agreement:
     def _come_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
         """Comes to the next stage. Returns the answer of the last rank to come.
 
-        The answer is that rank's conclusion, or says whether any rank promised only one bucket.
+        The answer is the conclusion of this last rank, or says whether any rank promised only one bucket.
         """
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None

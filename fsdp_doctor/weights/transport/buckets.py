@@ -158,11 +158,11 @@ class Division:
         return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
-        """Makes buckets of at most ``bucket_bytes`` each; a larger tensor has a bucket of its own, and the last ones
+        """Makes buckets of at most ``bucket_bytes`` each; a larger tensor has a separate bucket, and the last buckets
         are smaller.
 
-        If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, since the largest tensor needs
-        that memory in any case. A part of an FSDP1 unit is a bucket of its own, in addition to the tensors that earlier
+        If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, because the largest tensor needs
+        that memory in any case. A part of an FSDP1 unit is a separate bucket, in addition to the tensors that earlier
         parts began.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes

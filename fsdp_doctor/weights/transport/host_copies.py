@@ -33,8 +33,9 @@ _CHUNKS_OF_A_THREAD = 2
 class Portion(ABC):
     """Part of a tensor, in bytes.
 
-    nbytes: its length. extra_bytes: the size of memory that was allocated only for it. memory: its bytes, 1-D, if they
-    are in memory.
+    nbytes: the length of the part.
+    extra_bytes: the size of memory that was allocated only for this part.
+    memory: the bytes of the part, 1-D, if they are in memory.
     """
 
     nbytes: int
@@ -57,7 +58,10 @@ class InMemory(Portion):
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Piece of a portion, from ``start`` on. place: its place in the chunk, if it goes through a chunk."""
+    """Piece of a portion, from ``start`` on.
+
+    place: the position of the piece in the chunk, if it goes through a chunk.
+    """
 
     portion: Portion
     start: int
@@ -117,8 +121,8 @@ class _Submission:
 class HostCopies:
     """Copies from pageable memory into targets of 1-D bytes. The sources must not change until ``finish`` has returned.
 
-    most_threads: the largest number of threads of this rank. chunk_bytes: each thread has two pinned buffers of this
-    size.
+    most_threads: the largest number of threads of this rank.
+    chunk_bytes: the size of a pinned buffer; each thread has two.
     """
 
     def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
@@ -244,7 +248,8 @@ class _Readers:
 class _Chunks:
     """Chunks of one thread, used in turns.
 
-    With two, the device may read one during a read into the other; one is waited for.
+    With two chunks, the device may read one chunk while the thread reads into the other. With one chunk, the thread
+    waits.
     """
 
     def __init__(self, streams: Streams, nbytes: int) -> None:

@@ -62,11 +62,11 @@ MODULE_CALL = nn.Module._call_impl.__code__
 class GradientSwitches:
     """Settings of one unit's gradient reduction, as last set; the defaults are torch's.
 
-    synchronizes: whether a backward reduces the unit's gradients
-    all_reduces: whether it also reduces them over the replicas
-    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end
-    divided_by: as text, what gradients are divided by, if this was set
-    num_ranks: the number of ranks of the unit's mesh, by which torch divides by default
+    synchronizes: whether a backward reduces the unit's gradients.
+    all_reduces: whether a backward also reduces them over the replicas.
+    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end.
+    divided_by: the divisor of the gradients as text, if it was set.
+    num_ranks: the number of ranks of the unit's mesh, by which torch divides by default.
     """
 
     synchronizes: bool = True
@@ -152,10 +152,10 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def find_compiled_module(model: nn.Module) -> nn.Module | None:
-    """Returns the module that ``torch.compile`` wrapped; None if ``model`` is no such wrapper.
+    """Returns the module that ``torch.compile`` wrapped; None if ``model`` is not such a wrapper.
 
-    Private: ``OptimizedModule._orig_mod``. It is looked up in ``_modules``, since an FSDP1 module has every attribute
-    of the module that it wraps.
+    Private: ``OptimizedModule._orig_mod``. The name is looked up in ``_modules``, because an FSDP1 module has every
+    attribute of the module that it wraps.
     """
     inner = getattr(model, "_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
@@ -296,7 +296,8 @@ _PLAIN_INSIDE = {
 
 
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor where it lies, half-moved or not. A plain tensor is returned as it is.
+    """Returns this rank's part of a tensor in its present memory, half-moved or not. A plain tensor is returned
+    unchanged.
 
     For a subclass that holds the weight as one plain tensor, returns the plain tensor. Nothing is copied, and no
     collective is called. Private: ``DTensor._local_tensor``, because in newer versions ``to_local()`` makes a view of a
@@ -350,9 +351,9 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """Makes the ``ShardPlacementResult`` of a parameter with a mesh of its own.
+    """Makes the ``ShardPlacementResult`` for a parameter with a separate mesh.
 
-    It and ``FSDPMeshInfo`` have no public names.
+    ``ShardPlacementResult`` and ``FSDPMeshInfo`` have no public names.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
