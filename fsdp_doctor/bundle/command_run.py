@@ -61,7 +61,8 @@ class RankStack:
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
     """Takes the stacks of the ranks below this process, which ends these ranks.
 
-    output: waits up to the given number of seconds, and returns the output that the command wrote during this time.
+    output: a function that waits up to the given number of seconds, and returns the output that the command wrote
+    during this time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)

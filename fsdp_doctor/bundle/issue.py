@@ -57,8 +57,8 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 class Head:
     """The first lines of an issue.
 
-    title: plain text.
-    what, where, versions, reproduce: one line of plain text each.
+    title: the title as plain text.
+    what, where, versions, reproduce: one line of plain text for each of these points.
     """
 
     title: str
@@ -195,7 +195,7 @@ def _join_lines(text: str) -> str:
 def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], named: NamedInLogs) -> str:
     """Renders issue.md.
 
-    head, files: without private text.
+    head, files: the first lines and the files of the bundle, without private text.
     replaced: the number of replacements of each kind.
     """
     environment = jinja2.Environment(

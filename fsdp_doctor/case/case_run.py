@@ -55,7 +55,7 @@ class CaseRun(Generic[T]):
         return trainer
 
     def _run_cycle(self, kept: T | None) -> T | None:
-        """Takes the case from one state between two training steps to the next, and runs the method in between."""
+        """Runs the case from one state between two training steps to the next, and runs the method in between."""
         trainer, reusable = self._build(kept), False
         if trainer is not None:
             reusable = self._steps.drive(trainer, self._live(trainer))
@@ -150,9 +150,10 @@ class CaseRun(Generic[T]):
         return trainer if trainer is not None and self._steps.drive(trainer, self._prepare(trainer)) else None
 
     def exercise(self, trainer: T, call: Callable[[], Any], *, owned: bool) -> None:
-        """Makes ``call`` run the method, and verifies the method's effects.
+        """Runs the method by ``call``, and verifies the method's effects.
 
-        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
+        call: a function that runs the method and returns its result.
+        owned: whether only ``call`` refers to the method's result, so that the result's memory can be measured.
         """
         with self._steps.record_exceptions():
             self._steps.run_method(trainer, call, owned)

@@ -99,7 +99,7 @@ class CaseRunner:
                 assert_never(method.direction)
 
     def _take_kept(self, scenario: Scenario, method: MatrixMethod) -> Trainer | None:
-        """Returns the last case's trainer if it is of the same scenario; otherwise, and for a load, None."""
+        """Returns the last case's trainer if it has the same scenario; None otherwise, and None for a load."""
         kept, self._trainer = self._trainer, None
         same = kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not method.without_mesh)
         if same and method.direction == "out":

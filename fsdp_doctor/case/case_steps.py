@@ -79,9 +79,10 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def run_method(self, trainer: T, call: Callable[[], Any], owned: bool) -> None:
-        """Makes ``call`` run the method, and verifies the method's effects.
+        """Runs the method by ``call``, and verifies the method's effects.
 
-        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
+        call: a function that runs the method and returns its result.
+        owned: whether only ``call`` refers to the method's result, so that the result's memory can be measured.
         """
 
     @abstractmethod
@@ -98,7 +99,7 @@ class CaseSteps(ABC, Generic[T]):
         """
 
     def measure_step(self, trainer: T) -> contextlib.AbstractContextManager[None]:
-        """Context of the next training step."""
+        """Returns the context in which the next training step runs."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -117,11 +118,11 @@ class CaseSteps(ABC, Generic[T]):
         return False
 
     def explain_retirement(self) -> str:
-        """Explains why the process must end with a case that keeps no trainer; empty if it need not."""
+        """Explains why the process must end after a case whose trainer is not kept; empty if the process may go on."""
         return ""
 
     @contextlib.contextmanager
     def record_exceptions(self) -> Iterator[None]:
-        """Makes an exception part of the record."""
+        """Context that records an exception instead of raising it."""
         with self.recorder.record_exceptions():
             yield

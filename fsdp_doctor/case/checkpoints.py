@@ -104,11 +104,11 @@ def decides_bits(offload: Offload) -> bool:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Trains the source of a scenario for three steps.
+    """Trains the source of a scenario for three steps, and returns its state after the second step.
 
-    Returns the run's state after the second. Every rank must call it.
+    Every rank must call it.
 
-    save: called after the second step, too.
+    save: a function that is also called after the second step.
     """
     start = Start(same_batches=_needs_same_batches(scenario), saves=scenario.checkpoint is CheckpointFit.OTHER_WORLD)
     trainer = Trainer(find_source(scenario), runtime, start=start)
@@ -242,8 +242,8 @@ def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[st
 
 
 def start_of(scenario: Scenario) -> Start:
-    """Returns the start of a trainer before a load: other weights, or none yet, and other options than the saved
-    run.
+    """Returns the start of a trainer before a load: its weights are others or not made yet, and its options differ from
+    the saved run's.
     """
     return Start(
         weights="meta" if scenario.init.is_meta else "other",
@@ -325,11 +325,13 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 class CheckpointForms:
-    """Brings a checkpoint into the form that a method needs, by hand if torch's function for it is under test.
+    """Brings a checkpoint into the form that a method needs. If torch's function for this form is under test, this is
+    done by hand.
 
     Every rank must call the methods in the same order.
 
-    directory: a path that does not exist yet. files: the files that save_pretrained wrote; None for other checkpoints.
+    directory: a path that does not exist yet.
+    files: the files that save_pretrained wrote; None for other checkpoints.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
@@ -377,7 +379,7 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
-        """Maps the name of each entry to the tensor whose sharding it takes.
+        """Maps the name of each entry to the tensor like which the entry is to be sharded.
 
         The tensor is None for parameters that FSDP1 shards by their first dim.
         """

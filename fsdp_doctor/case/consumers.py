@@ -62,7 +62,7 @@ class ConsumerError(RuntimeError):
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
     """Calls the method, and passes its result to the consumer.
 
-    note: called with problems that are found while the result is consumed.
+    note: a function that is called with problems that are found while the result is consumed.
     """
     pull = functools.partial(function, given)
     match consumer:
@@ -132,7 +132,7 @@ class _Delivery:
             self._note("wrong", f"the receiver refuses what is sent: {refusal}")
 
     def take(self) -> _Entries:
-        """Yields the receiver's tensors, each on the device of the tensor that was sent; nothing on another rank."""
+        """Yields the receiver's tensors, each on the device of the sent tensor; yields nothing on other ranks."""
         if _sends():
             for name, tensor in start_receiver().take().items():
                 yield name, tensor.to(self._devices[name])
@@ -191,9 +191,9 @@ class _Wire:
             del tensor
 
     def broadcast(self, buffer: torch.Tensor, src: int) -> None:
-        """Sends a buffer with all entries that were pulled since the last one.
+        """Sends a buffer with all entries that were pulled since the previous buffer.
 
-        The sender has waited for the stream of the last buffer but one.
+        At this call the sender has waited for the stream of the buffer before the previous one.
         """
         del src
         if len(self._in_flight) == _NUM_BUFFERS:

@@ -91,14 +91,15 @@ class ExtractionCheck:
         measured: contextlib.AbstractContextManager[None] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Makes ``call`` run the method, and verifies the method's result.
+        """Runs the method by ``call``, and verifies the method's result.
 
+        call: a function that runs the method and returns its result.
         live_tensors: ids of the tensors that stay alive in any case, so that yielding one keeps no more memory alive.
-        offloaded_bytes: size of the shards that the method promises to move off the device before it yields.
-        owned: whether only ``call`` holds the result, so that the result's memory can be measured.
+        offloaded_bytes: the size of the shards that the method promises to move off the device before it yields.
+        owned: whether only ``call`` refers to the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
         measured: a context that is entered while the method runs.
-        ended: called when the method has ended, before the memory that it leaves is inspected.
+        ended: a function that is called when the method has ended, before the memory that it leaves is inspected.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
@@ -264,7 +265,7 @@ class ExtractionSteps(MatrixSteps):
         return iter(())
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to the state in which the case found it."""
+        """Restores the trainer to the state at the beginning of the case."""
         if not self._runtime.with_ledgers:
             self._next_steps.take_back(trainer)
 
@@ -339,7 +340,7 @@ class ExtractionSteps(MatrixSteps):
         self.check_trained(trainer, 0)
 
     def _take_step_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to the state at the method's call, if the method has trained a step."""
+        """Restores the trainer to its state before the method, if the method has trained a step."""
         if self._moment is not None:
             self._moment.restore(trainer)
             self._moment = None

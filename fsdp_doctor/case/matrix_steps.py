@@ -54,7 +54,7 @@ class MatrixSteps(CaseSteps[Trainer]):
 
     @property
     def state(self) -> Any:
-        """Checkpoint that the method is given, or None."""
+        """Checkpoint that the method is given; None for a method without a checkpoint."""
         return None
 
     @property
@@ -128,7 +128,8 @@ class MatrixSteps(CaseSteps[Trainer]):
     def _check_as_named(self, trainer: Trainer) -> None:
         """Raises NotAsNamed if the model is not built as the id of its scenario says.
 
-        Before a second call, the first call caused the mismatch, and it is noted as a problem.
+        Before a second call of the method, a mismatch comes from the first call, and is recorded as a problem of the
+        method.
         """
         device, ranks = self._runtime.device.type, self._runtime.world_size
         try:
@@ -160,7 +161,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         raise error
 
     def was_refused_everywhere(self, mine: bool) -> bool:
-        """Returns whether every rank refused. Every rank must call it.
+        """Returns whether every rank refused. Every rank must call this function.
 
         mine: whether this rank refused.
         """

@@ -65,11 +65,11 @@ class NextSteps:
             moment.restore(trainer)
 
     def find_outcome(self, trainer: Trainer) -> StepOutcome:
-        """Returns the rehearsed outcome of the step that the trainer made last."""
+        """Returns the rehearsed outcome of the trainer's last step."""
         return self._outcomes[_name(trainer), trainer.num_steps]
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes a trainer back to the state in which its first case found it."""
+        """Restores a trainer to the state at the beginning of its first case."""
         if self._start is not None and self._start[0] == _name(trainer):
             self._start[1].restore(trainer)
 

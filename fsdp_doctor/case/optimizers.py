@@ -70,7 +70,10 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
     import torchao.optim
 
     class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-        """Steps without torch.compile, which cannot compile for the emulated device. torch's setters also call it."""
+        """AdamW8bit whose step does not use torch.compile, which cannot compile for the emulated device.
+
+        torch's setters also call this step.
+        """
 
         def step(self, closure: Any = None) -> Any:
             with torch.compiler.set_stance("force_eager"):

@@ -162,7 +162,7 @@ class _Arrivals:
         self.num_broadcasts = 0
 
     def keep(self, bucket: SentBucket) -> str:
-        """Keeps the tensors of a bucket. Returns why the bucket is refused; empty if it is not."""
+        """Keeps the tensors of a bucket. Returns the reason if the bucket is refused; empty otherwise."""
         sizes = [header.nbytes for header in bucket.headers]
         if len(bucket.buffer) != sum(sizes):
             return f"{len(bucket.buffer)} of {sum(sizes)} bytes of a bucket arrived"

@@ -224,7 +224,7 @@ def _make_stitcher(
 
 
 def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
-    """Selects the pieces of the ranks over which the unit is sharded; only this rank's if it is not sharded."""
+    """Selects the pieces of the ranks over which the unit is sharded; for an unsharded unit, only this rank's piece."""
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
@@ -270,7 +270,9 @@ def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
 def _gather_batch(
     tensors: list[torch.Tensor], sizes: list[list[int]], runtime: Runtime
 ) -> Iterator[list[torch.Tensor]]:
-    """Gathers the bytes of all the tensors in one collective, each rank's padded to the longest rank's."""
+    """Gathers the bytes of all the tensors in one collective. Each rank's bytes are padded to the length of the
+    longest.
+    """
     padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
     torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=padded[: sum(sizes[runtime.rank])])
     everyone = [torch.empty_like(padded) for _ in range(runtime.world_size)]

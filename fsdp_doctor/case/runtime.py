@@ -31,11 +31,11 @@ _CU_CTX_SCHED_BLOCKING_SYNC = 4
 class Runtime:
     """Device, process groups and limits of one rank, for all cases that it runs.
 
-    control: a gloo group of all ranks, apart from the groups that the model uses; the reference is joined over it, and
-        the ranks agree over it.
+    control: a gloo group of all ranks, apart from the groups that the model uses. The reference is joined over this
+        group, and the ranks agree over it.
     scratch: a directory that this run may write to, the same on every rank.
-    training: the size of the scenarios' steps.
-    with_ledgers: whether the memory of their stages is measured.
+    training: the size of the scenarios' training steps.
+    with_ledgers: whether the memory of each stage is measured.
     """
 
     rank: int

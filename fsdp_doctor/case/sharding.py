@@ -100,7 +100,7 @@ def shard_fsdp2(
 
 
 def explain_no_offload(offload: Offload) -> str:
-    """Explains why the installed torch has no such offload; empty if it has."""
+    """Explains why the installed torch does not support the offload; empty if it does."""
     match offload.way:
         case OffloadWay.BY_PHASE if "offload_after_backward" not in inspect.signature(CPUOffloadPolicy).parameters:
             return f"the CPUOffloadPolicy of torch {torch.__version__} has no phases (pytorch#192441)"

@@ -89,7 +89,7 @@ def _take_snapshots() -> list[_Snapshot]:
 
 
 class _LastSnapshots:
-    """Snapshots that are taken again only if a function has changed since, because comparing costs much less."""
+    """Snapshots that are taken again only if a function has changed since, because a comparison costs much less."""
 
     def __init__(self) -> None:
         self._last = _take_snapshots()

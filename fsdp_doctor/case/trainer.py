@@ -67,8 +67,10 @@ class StepRaised(Exception):
 class Trainer:
     """Sharded model with its optimizer, in the state between two training steps.
 
+    Every rank must call every method that is not a property.
+
     names_on_host: the parameters that were sharded under an offload policy, which keeps them on the host between steps.
-    watch: measures the memory of the trainer's stages. Every rank must call every method that is not a property.
+    watch: the object that measures the memory of the trainer's stages.
     """
 
     watch = Unwatched()
@@ -147,7 +149,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Optimizer of the scenario, and the optimizer of the parameters that it does not take."""
+        """Optimizer of the scenario and, if it cannot take all parameters, the optimizer of the other parameters."""
         return (self.optimizer, *self._others)
 
     def read_data_position(self) -> torch.Tensor:
@@ -161,7 +163,7 @@ class Trainer:
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
         """Runs forward, backward and the optimizer's step. Parameters and optimizer state must be loaded.
 
-        after_forward: called between the first forward and its backward.
+        after_forward: a function that is called between the first forward and its backward.
         """
         loss = self._compute_loss()
         after_forward()
@@ -300,8 +302,8 @@ class Trainer:
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Returns the number of the batches on which the rank trains; tensor- and expert-parallel neighbours have
-    the same.
+    """Returns the number of the batches on which the rank trains. Tensor- and expert-parallel neighbours have the same
+    number.
     """
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank

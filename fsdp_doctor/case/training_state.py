@@ -40,7 +40,7 @@ class StateDigest:
 class _StateTensor:
     """Tensor of the model or the optimizer, and this rank's part of it.
 
-    keeps_gradient: whether its gradient survives zero_grad(), and so means nothing.
+    keeps_gradient: whether the tensor's gradient survives zero_grad(), so that the gradient is not compared.
     """
 
     name: str
@@ -153,7 +153,7 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
 
 
 def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Lists a module's hooks by torch's numbers, and the forward that replaces its class's, if any."""
+    """Lists a module's hooks by torch's numbers, and the forward that replaces the class's forward, if there is one."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
@@ -199,7 +199,7 @@ def train_one_step(trainer: Trainer) -> list[str]:
 
 
 def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
-    """Digests the outcome of a step, and which parameters FSDP kept unsharded.
+    """Digests the outcome of a step, and the names of the parameters that FSDP kept unsharded.
 
     unsharded: the result of :func:`train_one_step`.
     """

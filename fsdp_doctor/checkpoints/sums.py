@@ -30,7 +30,8 @@ def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> Line
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
     """Returns the linear CRC of the same bytes followed by ``nbytes`` zeros.
 
-    The XOR of a shifted ordinary CRC-32 and the CRC-32 of the next ``nbytes`` bytes is the CRC-32 of both together.
+    To get the CRC-32 of two parts together, shift the CRC-32 of the first part by the length of the second, and XOR it
+    with the CRC-32 of the second.
     """
     if nbytes <= len(_ZEROS):  # reading so few zeros is faster than multiplying
         return continue_linear_crc(_ZEROS[:nbytes], crc)

@@ -103,7 +103,7 @@ class OffloadFlag(AxisValue):
 
 
 class OffloadWay(AxisValue):
-    """Way to offload that verl's three settings do not have."""
+    """Way to offload that is not a combination of verl's three settings."""
 
     PARTIAL = "partial", "CPUOffloadPolicy / CPUOffload for every second decoder layer, none for the other units"
     BY_PARAMETER = (
@@ -437,7 +437,7 @@ class Precision(AxisValue):
 
     @property
     def casts(self) -> bool:
-        """True if FSDP gathers the parameters in another dtype than the shards'."""
+        """True if FSDP gathers the parameters in a dtype other than the dtype of the shards."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True

@@ -296,7 +296,7 @@ def _list_role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, 
 
 
 def _list_more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
-    """Lists the settings that offload more than the role's present setting, with their offload."""
+    """Lists settings that offload more than the present setting of the role, each with the resulting offload."""
     scenario = role.scenario
     if scenario.policy:
         return []

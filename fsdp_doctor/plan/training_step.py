@@ -225,9 +225,11 @@ class _Computation:
             self._go_to(segment.end)
 
     def leave_gradients(self, nbytes: int) -> int:
-        """Hands over traced gradients to FSDP, which frees them later; they stay on the timeline. Returns their bytes.
+        """Hands traced gradients over to FSDP, which frees them later, and returns their number of bytes.
 
-        nbytes: the most bytes to hand over.
+        The gradients stay on the timeline.
+
+        nbytes: the largest number of bytes to hand over.
         """
         nbytes = min(nbytes, self._now.gradients)
         self._now = LiveBytes(self._now.activations, self._now.gradients - nbytes)

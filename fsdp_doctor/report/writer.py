@@ -72,7 +72,7 @@ class ReportWriter:
     ) -> tuple[Report, DoctorFault | None]:
         """Writes every file. Returns the report, and the first fault in writing.
 
-        expected: returns the ids of a report's bad cases that were expected.
+        expected: a function that returns the ids of a report's bad cases that were expected.
         """
         report = dataclasses.replace(
             self._report,

@@ -262,7 +262,7 @@ class _Script:
         return "", "", ""
 
     def _build(self) -> Iterator[str]:
-        """Writes the model, the weights that it has or will load, and how it is sharded."""
+        """Writes the model, the weights that it has or will load, and the way in which it is sharded."""
         if self._builds_twice:
             yield f"def build({self._made_as[0]}):"
             yield from (f"    {line}" for line in (*self._make_plain(), *self._shard()))
@@ -296,7 +296,7 @@ class _Script:
         return f"torch.ones(tensor.shape{dtype})"
 
     def _misfit(self, state: str) -> Iterator[str]:
-        """Writes how the checkpoint in the variable ``state`` differs from the model's state dict."""
+        """Writes the difference between the checkpoint in the variable ``state`` and the model's state dict."""
         match self.case.scenario.checkpoint:
             case CheckpointFit.EXTRA_KEY:
                 yield f'{state}["extra.weight"] = torch.ones(8, 8)'
@@ -425,7 +425,9 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Returns whether the checkpoint's tensors must differ from the model's; they need not if the load raises."""
+        """Returns whether the checkpoint's tensors must differ from the model's. If the load raises, this is not
+        needed.
+        """
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
 

@@ -1,4 +1,4 @@
-"""Checks the state for resuming besides the model: optimizer settings, step counts, schedulers and random states."""
+"""Checks the state for resuming apart from the model: optimizer settings, step counts, schedulers, random states."""
 
 from __future__ import annotations
 

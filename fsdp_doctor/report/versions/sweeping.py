@@ -389,7 +389,7 @@ def _run_child(
     Signals are blocked while the process is being started; otherwise it could outlive this process. Raises OSError as
     Popen does.
 
-    end: called if the block raises an exception; afterwards the process is waited for.
+    end: a function that is called if the block raises an exception; afterwards the process is waited for.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)

@@ -57,7 +57,7 @@ class ShardOptions(TypedDict, total=False):
 
 
 class ExtractionOptions(ShardOptions, total=False):
-    """Options that the engines' interfaces pass on to :func:`fsdp_doctor.full_tensors`."""
+    """Options that the engines' interfaces pass to :func:`fsdp_doctor.full_tensors`."""
 
     in_step: bool
 
@@ -161,7 +161,7 @@ def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
 class SglangBucket:
     """Bucket of tensors for SGLang.
 
-    The engine reads its memory directly: keep the bucket until the engine has answered.
+    The engine reads the bucket's memory directly: keep the bucket until the engine has answered.
     """
 
     bucket: PackedBucket

@@ -220,7 +220,7 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor, or its parts, once together with all of its names.
+    """Yields every full tensor, or its parts, once together with all its names.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -243,7 +243,8 @@ def start_extraction(
 class ClosingIterator(Iterator[_T]):
     """Iterator that releases the other ranks when it is closed before its end, for example by leaving a ``with`` block.
 
-    It also closes when nothing refers to it any more; while an error is handled, the traceback still refers to it.
+    The iterator also closes when nothing refers to it any more. While an error is handled, the traceback still refers
+    to it.
     """
 
     def __init__(self, items: Generator[_T]) -> None:
@@ -431,8 +432,8 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _fill_where_left(self, loader: Loader) -> Iterator[None]:
-        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because it has promised to gather
-        the bucket.
+        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because the rank has promised to
+        gather it.
         """
         try:
             yield
@@ -444,7 +445,8 @@ class Pipeline:
     def _launch_loaded(self) -> None:
         """Launches all pending buckets.
 
-        The last is left out while threads still read it; they go on during the gather before it.
+        The last bucket is left out while threads still read it; the threads continue during the gather of the earlier
+        bucket.
         """
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:
@@ -609,7 +611,7 @@ class Pipeline:
             private.release_workspaces(self._plan.device)
 
     def _carry_out(self) -> None:
-        """Launches the promised buckets one at a time, for which there is memory."""
+        """Launches the promised buckets one at a time. There is always memory for a single bucket."""
         self._leaves, self._spare = True, None
         while self._list_promised_buckets() and not self._has_begun:
             self._load(self._plan.buckets[self._num_launched])

@@ -209,7 +209,7 @@ def gather_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[s
 class LoadedShard(NamedTuple):
     """Shard like :class:`LocalShard`, with all names of its tensor.
 
-    is_copy: whether its memory is independent of the model's parameters.
+    is_copy: whether the shard's memory is independent of the model's parameters.
     """
 
     spec: TensorSpec

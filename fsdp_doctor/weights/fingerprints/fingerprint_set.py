@@ -61,7 +61,7 @@ class Fingerprints:
     version: int = VERSION
 
     def require_whole(self, whose: str) -> None:
-        """Raises FingerprintError if the version of the sum is another, or if only a part of a tensor was summed."""
+        """Raises FingerprintError if the sums have another version, or if only a part of a tensor was summed."""
         require_version(self.version, whose)
         for name, tensor in self.tensors.items():
             if not tensor.is_whole:

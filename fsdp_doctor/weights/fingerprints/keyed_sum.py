@@ -65,7 +65,7 @@ class IndexedBlock:
 class WordRun:
     """Consecutive words of the tensor ``number``.
 
-    words: int32, 1-D.
+    words: a 1-D int32 tensor.
     first: the index of the first word.
     """
 

@@ -291,8 +291,9 @@ def fingerprint_variants(
 
 @contextlib.contextmanager
 def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
-    """Yields a function that compares the models of all ranks, for which it waits; an error in the body is told to the
-    others.
+    """Context that yields a function which compares the models of all ranks, and waits for the comparison.
+
+    An error in the body is reported to the other ranks.
     """
     agreement = Agreement(request.plan.ranks)
     agreement.expect(
@@ -473,9 +474,7 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
 def _sum_variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
-    """Yields for each mistake (variant without lanes, this rank's part of the sums of the tensors to which it
-    applies).
-    """
+    """Yields, for each mistake, the variant without lanes, and this rank's part of the sums of the affected tensors."""
     dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
     yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
     for dim in range(dims):

@@ -31,7 +31,7 @@ class ProgramShape:
     """Size of the work of one program.
 
     A program sums ``columns`` columns and ``rows`` rows of a run of words, or tiles with at most ``rows`` rows in
-    total. The sizes are small so that many programs fit on a multiprocessor: while one multiplies, others read.
+    total. The sizes are small so that many programs fit on a multiprocessor: while one program multiplies, others read.
     """
 
     columns: int = 512
@@ -82,7 +82,7 @@ class SumTable:
         self._programs = self._on_host.to(self._programs.device, non_blocking=True)
 
     def add(self, into: torch.Tensor) -> None:
-        """Adds the sums to ``into``: (tensors, 2), int64, on the table's device."""
+        """Adds the sums to ``into``, a tensor of shape (tensors, 2) and dtype int64 on the table's device."""
         if not len(self._programs):
             return
         _sum_programs[(len(self._programs),)](

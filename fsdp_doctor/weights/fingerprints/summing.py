@@ -64,8 +64,8 @@ class TensorPart:
 class _SumLaunch:
     """Sums of tensors on one device, in one launch. Each ``start`` sums the present values of the same memory.
 
-    names, parts: the tensors' names and parts; the lanes of the parts are zero. rows: for each tensor, both lanes and
-    the number of elements that were summed.
+    names, parts: the tensors' names and parts; the lanes of the parts are zero.
+    rows: for each tensor, both lanes and the number of elements that were summed.
     """
 
     def __init__(self, entries: Sequence[_Entry], device: torch.device) -> None:
@@ -182,7 +182,7 @@ class FingerprintSums:
         return torch.cat([empty, *(launch.rows.to(device) for launch in self._launches)])
 
     def named_parts(self) -> list[tuple[str, TensorFingerprint]]:
-        """Returns the name of each row and the part that was summed, with lanes of zero."""
+        """Returns the name of each row, and the part that was summed, with zero as its lanes."""
         return [pair for launch in self._launches for pair in zip(launch.names, launch.parts, strict=True)]
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -293,7 +293,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """Makes the fingerprint of the blocks, with lanes of zero."""
+    """Makes the fingerprint of the blocks with zero as its lanes."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)

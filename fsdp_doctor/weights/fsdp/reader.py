@@ -120,7 +120,7 @@ class ModelContents:
     def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
         """Describes each tensor of a state dict whose memory does not hold its values, by its first name.
 
-        but_strided: leave out tensors whose strides can be read, which a call for other tensors can skip.
+        but_strided: whether to leave out tensors whose strides can be read, which a call for other tensors can skip.
         """
         tensors = [tensor for tensor in self.list_tensors() if tensor.form]
         forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
@@ -230,7 +230,7 @@ def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenSte
 def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
     """Finds names under which two modules have different tensors.
 
-    Parameters in FSDP1 units are included, although they may be no attributes of the modules now.
+    Parameters in FSDP1 units are included, although they may not be attributes of the modules now.
     """
     in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
     ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)

@@ -55,7 +55,9 @@ class Layout(ABC):
         return full
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
-        """Lists the part's elements in the flattened tensor; None if the shard's order is not the tensor's."""
+        """Lists the part's elements in the flattened tensor; None if the shard's elements have another order than the
+        tensor's.
+        """
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 
     def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:

@@ -1,4 +1,4 @@
-"""Matches the tensors of the source with the model's: which fills which, and whether shapes and dtypes fit."""
+"""Matches the tensors of the source with the model's: which tensor fills which, and whether shapes and dtypes fit."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Matching:
                 assert_never(self._dtype)
 
     def _check_tie(self, index: int, name: str, value: Value) -> None:
-        """Raises LoadError if a tied target came before with different values.
+        """Raises LoadError if an earlier tensor for the same tied target had different values.
 
         If only rank 0 has the source, it compares whole tensors; otherwise each rank compares its own part.
         """

@@ -154,7 +154,7 @@ def read_option(option: Any) -> Any:
 class StateForm(enum.Enum):
     """Form of a state tensor on this rank, found by its shape.
 
-    EITHER: this rank's shard has the shape of the whole parameter, so the shape does not decide.
+    EITHER means that this rank's shard has the shape of the whole parameter, so the shape does not decide.
     """
 
     SINGLE = "a single value"
@@ -178,7 +178,7 @@ class ParameterPart:
     slices: Slices | None = None
 
     def view_part(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns a view of this parameter's elements in a tensor with the form of the optimizer's parameter."""
+        """Returns a view of this parameter's elements in a tensor that has the form of the optimizer's parameter."""
         local = private.read_local_tensor(state)
         if self.slices is not None:
             return local[self.slices]
@@ -275,8 +275,8 @@ def list_parameters(
 def _list_trainable(
     contents: ModelContents, place: ModelPlace
 ) -> Iterator[tuple[torch.Tensor, torch.Size, torch.device, tuple[ParameterPart, ...]]]:
-    """Yields (parameter, shape of this rank's part, its device in training, its parts) for all that an optimizer may
-    have.
+    """Yields (parameter, shape of this rank's part, its device in training, its parts) for all parameters that an
+    optimizer may have.
     """
     layouts = Layouts(place.ranks, place.meshes)
     for unit in contents.fsdp1_units:

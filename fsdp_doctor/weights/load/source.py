@@ -51,7 +51,9 @@ class LoadSource:
 
     @property
     def makes_values(self) -> bool:
-        """True if a mapping may make a tensor anew at each access, so that not all of them may be kept."""
+        """True if a mapping may make a tensor anew at each access, so that all tensors together may be too large to
+        keep.
+        """
         return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def read_items(self) -> Iterator[tuple[str, Value]]:

@@ -94,7 +94,7 @@ class SourceNames:
 
 
 def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | None:
-    """Makes a target of a part of a target; returns None if this rank's elements of the part are no slice of its
+    """Makes a target of a part of a target; returns None if this rank's elements of the part are not a slice of its
     shard.
     """
     if view.is_whole(target.shape):

@@ -140,7 +140,9 @@ def describe_targets(targets: Sequence[Target]) -> list[str]:
 
 
 def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
-    """Makes the comparison that finds different tensors under one name on groups of ranks, which no load can write."""
+    """Makes the comparison that finds different tensors under one name on groups of ranks. No load can write such
+    tensors.
+    """
     return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
 
 
@@ -179,11 +181,11 @@ def match_transient_values(
 
 
 def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a tensor on the meta device the memory of another; the tensor stays the same object with the same
+    """Gives a tensor on the meta device the memory of another tensor. It stays the same object with the same
     attributes.
 
-    An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow it
-    because something else, such as a graph, refers to the tensor.
+    An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow
+    this because something else, such as a graph, refers to the tensor.
     """
     new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
     new.__class__ = type(tensor)

@@ -203,7 +203,7 @@ def check_names(names: Names) -> None:
 
 @disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
-    """Does the work of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
+    """Makes the result of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors differ from the Hub's tensors of the base model")

@@ -13,9 +13,9 @@ from fsdp_doctor.weights.transport.sources import TensorSpec
 
 
 class OutputNames:
-    """Names under which one call hands out tensors.
+    """Names under which one call yields tensors.
 
-    hub: None for the model's names.
+    hub: the Hub's names; None to use the model's names.
     """
 
     def __init__(self, hub: HubNames | None = None) -> None:
@@ -27,9 +27,7 @@ class OutputNames:
         return f"names={self._hub.digest if self._hub is not None else 'model'}"
 
     def list_parts(self, spec: TensorSpec) -> list[tuple[TensorSpec, TensorView | None]]:
-        """Lists the parts of a tensor that are handed out, each with its view; the view is None for the whole
-        tensor.
-        """
+        """Lists the parts of a tensor that are yielded, each with its view; the view is None for the whole tensor."""
         if self._hub is None:
             return [(spec, None)]
         if spec.names not in self._parts:

@@ -19,7 +19,7 @@ _MOST_NAMES = 10
 
 
 class NamesError(ValueError):
-    """Error for names that a model's tensors cannot be given; the message says which, and why."""
+    """Error for names that a model's tensors cannot be given. The message says which names, and why."""
 
 
 class TensorView(NamedTuple):

@@ -266,7 +266,7 @@ class SaveDirectory:
 
 
 def _get_order(name: str) -> tuple[bool, str]:
-    """Returns the sort key by which a former checkpoint is moved: first the files that make the rest look complete."""
+    """Returns the sort key for moving a former checkpoint: the files without which it looks incomplete come first."""
     return name != MARKER and not name.endswith(".index.json"), name
 
 

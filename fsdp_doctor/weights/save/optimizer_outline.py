@@ -56,7 +56,7 @@ class RankOutline:
 class SavedEntry(NamedTuple):
     """Entry of the full state.
 
-    form: SINGLE, SHARD or WHOLE.
+    form: the form of the tensor: SINGLE, SHARD or WHOLE.
     writer: the rank that writes an entry that is not divided.
     """
 
@@ -199,7 +199,7 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
 def _describe(entry: RankEntry) -> str:
     """Describes the facts of an entry that must be the same on all ranks.
 
-    They are the dtype and, for a tensor of one element, its value; two NaNs count as equal.
+    These are the dtype and, for a tensor of one element, its value; two NaNs count as equal.
     """
     if entry.form is not StateForm.SINGLE:
         return f"a tensor of {entry.dtype}"

@@ -38,7 +38,7 @@ class TensorInFile(NamedTuple):
     """Whole tensor in a file.
 
     number: the number of the file.
-    begin: the tensor's first byte in it.
+    begin: the offset of the tensor's first byte in the file.
     """
 
     name: str

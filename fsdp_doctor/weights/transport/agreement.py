@@ -91,7 +91,7 @@ class ComparedPlan:
     def number(self) -> int:
         """Even number of 30 bits, computed from the lines.
 
-        Different plans share it with a probability of one in 500 million.
+        Two different plans have the same number with a probability of one in 500 million.
         """
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
@@ -131,9 +131,11 @@ class Agreement:
             self._store = connect(private.find_default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
-        """Sets the plan that the ranks compare before the first bucket; it is computed while shards are being loaded.
+        """Sets the plan that the ranks compare before the first bucket. The plan is computed while shards are being
+        loaded.
 
-        comparison: further checks, made after the plans turned out to be equal, if any rank still has to make them.
+        comparison: further checks, which are made after the plans turned out to be equal, if any rank still has to make
+        them.
         """
         self._plan = plan
         self._comparison = comparison
@@ -148,9 +150,11 @@ class Agreement:
         return num_left if self._over else min(self._buckets + 1, num_left)
 
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
-        """Returns how many buckets every rank has promised to launch, whatever happens to it: ``num_buckets`` or 1.
+        """Returns the number of buckets that every rank has promised to launch in any case: ``num_buckets`` or 1.
 
-        one_only: this rank promises only one. Raises RankLeft or PlanMismatch.
+        Raises RankLeft or PlanMismatch.
+
+        one_only: whether this rank promises only one bucket.
         """
         if self._over:
             return num_buckets
@@ -442,8 +446,8 @@ def connect(store: dist.Store) -> dist.Store:
 def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
     """Calls a C++ function that waits, so that Ctrl-C interrupts it.
 
-    Python runs signal handlers in the main thread only. In the main thread, the function is therefore called in another
-    thread, which goes on after an interrupt. If no thread can be started, it is called directly.
+    Python runs signal handlers only in the main thread. In the main thread, the function is therefore called in another
+    thread, which continues after an interrupt. If no thread can be started, the function is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return wait()

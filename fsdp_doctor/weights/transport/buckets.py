@@ -35,12 +35,12 @@ _MOST_TIMES = 4
 class Bucket:
     """Transfers that are loaded and gathered together.
 
-    gathered_bytes: the device memory that the bucket takes until its tensors are handed out
-    copied_bytes: the bytes of its tensors that are copied at once
-    end: the position, in the order of the tensors, at which the next bucket begins; a bucket may also gather small
-        tensors from behind that position
-    last_bytes: the size of the last tensor before ``end``
-    early_bytes: the size of the tensors behind ``end`` that the bucket gathers
+    gathered_bytes: the device memory that the bucket takes until its tensors are yielded.
+    copied_bytes: the bytes of the tensors that are copied at once.
+    end: the position, in the order of the tensors, at which the next bucket begins. A bucket may also gather small
+        tensors after that position.
+    last_bytes: the size of the last tensor before ``end``.
+    early_bytes: the size of the gathered tensors after ``end``.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Bucket:
 
     @functools.cached_property
     def held_bytes(self) -> int:
-        """Device memory, in bytes, that the bucket holds after its collectives, until its tensors are handed out."""
+        """Device memory, in bytes, that the bucket holds after its collectives, until its tensors are yielded."""
         return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class _OpenBucket:
     def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
         """Completes the bucket.
 
-        early: the orders of small tensors that were gathered and wait to be handed out; updated in place.
+        early: the orders of small tensors that were gathered and are not yielded yet; updated in place.
         """
         bucket = self.bucket
         early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))

@@ -1,10 +1,11 @@
-"""Copies portions of tensors; threads read those in pageable memory and files.
+"""Copies portions of tensors. Portions in pageable memory and in files are read by threads.
 
-Copies to the device go through pinned chunks, so that the link does not wait for reads; a thread has two chunks, and
-sends one while it reads into the other. Portions in pinned or device memory are copied by the device alone. A thread's
-job is one chunk, however many tensors share it, because handing over a job costs the host more than reading the tensors
-of most layers. All reads are planned before the first begins, because Python code in one thread slows the reads of the
-others. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the caller's thread reads.
+Copies to the device go through pinned chunks, so that the link does not wait for reads. A thread has two chunks, and
+sends one chunk while it reads into the other. Portions in pinned or device memory are copied by the device alone. A
+thread's job is one chunk, however many tensors share it, because handing over a job costs the host more than reading
+the tensors of most layers. All reads are planned before the first read begins, because Python code in one thread slows
+the reads of other threads. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the
+caller's thread reads.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class _Piece:
 class _Batch:
     """Job of a thread: copies to the host, or through a chunk to the device.
 
-    nbytes: the bytes of the chunk that it uses.
+    nbytes: the number of bytes of the chunk that the job uses.
     """
 
     on_host: bool
@@ -196,7 +197,7 @@ def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """Threads that read: up to ``most``, if the system allows so many. Without any, the caller reads at once."""
+    """Threads that read: up to ``most``, if the system allows so many. Without threads, the caller reads at once."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes

@@ -161,7 +161,7 @@ def _relate(
 
 
 def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """Yields the dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
+    """Yields dims of ``whole``. Along these dims, ``mesh`` is this rank's slice of ``whole``, by names and ranks."""
     here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
     for count in range(1, whole.ndim):
         for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():

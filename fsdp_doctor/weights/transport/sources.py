@@ -35,9 +35,9 @@ class ShardGroup:
 # would double the cost. Nothing changes the instances.
 @dataclass(slots=True, eq=False, kw_only=True)
 class TensorSpec:
-    """Description of one full tensor: all of its names, its global shape, its own dtype.
+    """Description of one full tensor: all its names, its global shape, and its dtype.
 
-    form: a description of its form if its values cannot be read, otherwise empty.
+    form: a description of the tensor's form if its values cannot be read, otherwise empty.
     """
 
     names: tuple[str, ...]

@@ -80,9 +80,9 @@ class HomeStream:
 
 
 class Streams:
-    """Streams of one extraction.
+    """Streams of one extraction. On the CPU there are no streams, and events are None.
 
-    device: the device on which it computes. Events are None on the CPU.
+    device: the device on which the extraction computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -202,7 +202,9 @@ def wait_for_device(device: torch.device) -> None:
 
 @functools.cache
 def _make_streams(device: torch.device) -> tuple[Any, ...]:
-    """Returns the same streams every time, because memory that the allocator keeps for one stream serves no other."""
+    """Returns the same streams every time, because the allocator keeps memory for one stream, and no other stream can
+    use it.
+    """
     if device.type == "cpu":
         return (None,) * 5
     module = torch.get_device_module(device.type)

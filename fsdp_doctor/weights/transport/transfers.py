@@ -256,7 +256,7 @@ class RowsGather(TensorTransfer):
 
 
 class PackedGather(TensorTransfer):
-    """Gather of many small row-sharded tensors in one all-gather, from which one kernel copies them out.
+    """Gather of many small row-sharded tensors in one all-gather. One kernel copies the tensors out of its result.
 
     The tensors may lie anywhere in the model, because a separate gather with each bucket would cost the host as much
     each time.
@@ -467,13 +467,14 @@ def divide_unit(
 ) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
-    most_bytes: the device memory that the unit may take, together with the tensor before it, whose size is last_bytes.
-    merged: the first names of the weights into which adapters are merged.
+    A unit that fits takes one gather, if at least half of it is requested. Otherwise there are several gathers. The
+    rows of each gather, and the tensors that it begins, fit into a bucket. Each gather takes elements from every rank,
+    so that all links are busy. No rank begins a tensor that does not fit together with the tensors already begun,
+    except the first rank that has anything left.
 
-    A unit that fits takes one gather, if at least half of it is asked for. Otherwise there are several gathers. The
-    rows of each, and the tensors that it begins, fit into a bucket. Each takes elements from every rank, so that all
-    links are busy. No rank begins a tensor that does not fit together with the tensors already begun, except the first
-    rank that has anything left.
+    most_bytes: the device memory that the unit may take, together with the tensor before it.
+    last_bytes: the size of the tensor before the unit.
+    merged: the first names of the weights into which adapters are merged.
     """
     if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names):
         whole = UnitGather(unit, bucket_bytes // 8)
@@ -587,10 +588,10 @@ class FlatGather(TensorTransfer):
 class UnitGather(TensorTransfer):
     """All-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
 
-    The tensors are copied a few at a time when they are handed out, so that two units fit into the memory of one unit
-    and its copy. A tensor that is nearly the whole unit is handed out as a view of the gathered memory.
+    The tensors are copied a few at a time when they are yielded, so that two units fit into the memory of one unit and
+    its copy. A tensor that is nearly the whole unit is yielded as a view of the gathered memory.
 
-    together_bytes: how many bytes are copied at once; a larger tensor is copied alone.
+    together_bytes: the number of bytes that are copied at once; a larger tensor is copied alone.
     """
 
     def __init__(self, unit: FlatLayout, together_bytes: int) -> None:

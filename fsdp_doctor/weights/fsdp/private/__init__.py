@@ -1,7 +1,8 @@
-"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the FSDPs' own.
+"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the private names of
+FSDP.
 
-Each function names the private API and why no public one will do. All were read in torch's source, and run, on the
-versions in ``CHECKED``. If a name is gone, :class:`PrivateApiGone` says which, and for which torch.
+Each function names the private API, and says why no public API is enough. All names were read in torch's source, and
+run, on the versions in ``CHECKED``. If a name is gone, :class:`PrivateApiGone` says which, and for which torch.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
 
 
 def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
-    """Returns the part of a training step that is running in this thread, for a caller inside of it, such as a hook.
+    """Returns the part of a training step that is running in this thread, for a caller inside the step, such as a hook.
 
     Private: ``torch._C._current_graph_task_id``, because no public name says whether a backward is running.
     """
@@ -219,7 +220,7 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _compiles_frames() -> bool:
     """Returns whether frames of this thread are being compiled.
 
-    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If that is
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If this name is
     missing, the answer is True once the compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:

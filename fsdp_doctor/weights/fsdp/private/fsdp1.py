@@ -47,7 +47,9 @@ class Fsdp1Unit:
 
     @property
     def flat_parameter(self) -> nn.Parameter:
-        """Flat parameter: this rank's shard, or the whole while unsharded. Private: ``FlatParamHandle.flat_param``."""
+        """Flat parameter: this rank's shard, or the whole parameter while unsharded. Private:
+        ``FlatParamHandle.flat_param``.
+        """
         parameter: nn.Parameter = get(self._handle, "flat_param")
         return parameter
 
@@ -60,7 +62,7 @@ class Fsdp1Unit:
     def memories(self) -> list[torch.Tensor]:
         """Memories that this rank's shard has now, each 1-D: usually one; two if ``_local_shard`` lies elsewhere.
 
-        A forward under mixed precision reads ``_local_shard``; all other code reads the first one.
+        A forward under mixed precision reads ``_local_shard``; all other code reads the first memory.
         """
         shard = _find_sharded_flat(self._handle)
         local = getattr(self.flat_parameter, "_local_shard", shard).detach()
