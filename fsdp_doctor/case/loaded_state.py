@@ -23,8 +23,8 @@ _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 class _Facts:
     """Facts about a parameter or buffer before a load. The load may change only the values.
 
-    pinned: whether the shard is pinned; False if copies are in flight, because these leave shards pinned that no policy
-        pins.
+    pinned: whether the shard is pinned; False if copies are in flight, because copies in flight leave shards pinned
+        without a policy.
     values: this rank's part, on the host; None on the meta device, or if copies are in flight.
     """
 

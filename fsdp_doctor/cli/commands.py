@@ -39,7 +39,7 @@ def _name_values(params: Any) -> Any:
 
 
 def _name_value(kind: Any) -> str:
-    """Returns the word for a value of a type, or its choices."""
+    """Returns the word that the help prints for a value of this type, or the choices of the type."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -29,7 +29,7 @@ from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
 
 
 def is_wrapper(kind: type) -> bool:
-    """Returns whether tensors of the type wrap other tensors and have no memory of their own, like a DTensor."""
+    """Returns whether tensors of the type wrap other tensors and do not own memory, like a DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 

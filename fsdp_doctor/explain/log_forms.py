@@ -197,7 +197,7 @@ def _undo_escapes(line: str) -> list[str]:
 def measure_words_width(lines: Sequence[str], begins_line: Callable[[str], object]) -> int:
     """Measures the width at which lines were broken between words; 0 if the lines were not broken.
 
-    begins_line: tells whether a line begins a message, and so does not continue the line before it.
+    begins_line: a function that tells whether a line begins a message, and so does not continue the line before it.
     """
     width = max(map(len, lines), default=0)
     if not _NARROWEST <= width <= _WIDEST:

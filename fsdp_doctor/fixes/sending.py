@@ -39,7 +39,8 @@ def check_sent(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """Returns the tensors to send; under ``fix --verify`` the tensors of the first call are compared as they pass.
 
-    compute: computes the fingerprints of the model's shards. Every rank calls it before anything is gathered.
+    compute: a function that computes the fingerprints of the model's shards. Every rank calls it before anything is
+    gathered.
     """
     applied = find_applied(original)
     options = read_options()

@@ -117,8 +117,10 @@ class OffloadWay(AxisValue):
     )
     MOVED = (
         "moved",
-        "the trainer puts each shard into pinned memory of its own, and moves the optimizer's state "
-        "(miles_diffusion#182)",
+        (
+            "the trainer puts each shard into separate pinned memory, and moves the optimizer's state "
+            "(miles_diffusion#182)"
+        ),
     )
     AROUND_STEP = (
         "optimizer-around-step",
@@ -345,7 +347,7 @@ class Sharding(AxisValue):
     FULL = "full", "one shard group over all ranks"
     HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
     TP = "tp", "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second"
-    EXPERTS = "experts", "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer"
+    EXPERTS = "experts", "the experts over a separate mesh: ShardPlacementResult, torch 2.12 and newer"
     EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
     HIDDEN_EXPERTS = (
         "hidden-experts",
@@ -452,7 +454,7 @@ class Optimizer(AxisValue):
 
     ADAMW = "adamw", "AdamW as torch makes it: over lists of tensors, with step counters on the host"
     SGD = "sgd", "SGD with momentum 0.9"
-    MUON = "muon", "Muon for the matrices, torch 2.9 and newer; an SGD of its own, without state, for the rest"
+    MUON = "muon", "Muon for the matrices, torch 2.9 and newer; a separate SGD, without state, for the rest"
     ADAFACTOR = "adafactor", "torch's Adafactor; of a flat parameter it keeps the second moments whole, not as factors"
     ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters beside the parameters"
     ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as a CUDA graph takes it"

@@ -83,7 +83,7 @@ class Scenario:
         )
 
     def change(self, **values: str | Offload) -> Scenario:
-        """Returns the scenario with other values on some axes. Raises what :func:`make_scenario` raises."""
+        """Returns the scenario with other values on some axes. Raises the errors of :func:`make_scenario`."""
         return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property

@@ -197,7 +197,8 @@ class RankSession:
     def _run_phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
         """Runs a phase of a test and reports how it ended.
 
-        undo: reverts side effects of the phase, and returns the reason to retire this worker; empty if there is none.
+        undo: a function that reverts side effects of the phase, and returns the reason to retire this worker; empty if
+        there is none.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         if call.excinfo is not None and self._shortens:

@@ -102,7 +102,7 @@ class Watch:
 
         records: the last record of each rank.
         in_trouble: whether some rank can keep the others from finishing.
-        idle_seconds: returns for how long all unfinished workers have been idle.
+        idle_seconds: a function that returns for how long all unfinished workers have been idle.
         """
         now = time.monotonic()
         self._still += min(now - self._looked_at, _LATE_SECONDS)

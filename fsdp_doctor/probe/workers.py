@@ -385,10 +385,11 @@ def _cut_excerpt(data: bytes) -> str:
 class WorkerGroup:
     """Forks a worker for each rank of one node at once, and supervises the workers without a store.
 
-    :meth:`close` ends them.
+    :meth:`close` ends the workers.
 
     runs: the function that each rank's fork calls; the worker ends when it returns.
-    check: called repeatedly while the group is waited for; an exception that it raises ends the wait.
+    check: a function that is called repeatedly while the group is waited for; an exception that it raises ends the
+        wait.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Extraction of full tensors: plan, read shards, gather, hand out; and the full state dict on the host.
+"""Extraction of full tensors: plan, read shards, gather, yield; and the full state dict on the host.
 
 ``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` does the rest: while
-one bucket is handed out, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
+one bucket is yielded, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
 """
 
 from __future__ import annotations
@@ -410,7 +410,7 @@ class Pipeline:
     def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
         """Returns whether there is memory to load ``bucket`` now.
 
-        last_bytes: the size of the tensor that was handed out last, which the caller usually still holds.
+        last_bytes: the size of the tensor that was yielded last, which the caller usually still holds.
         """
         together = [*(pending.bucket for pending in self._pending), bucket]
         kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)

@@ -73,20 +73,22 @@ def local_shards(
     experts: Experts | None = None,
     tensors: GivenTensors | None = None,
 ) -> ClosingIterator[LocalShard]:
-    """Yields what this rank holds of every parameter and persistent buffer: (name, tensor, global shape, place).
+    """Yields this rank's part of every parameter and persistent buffer: (name, tensor, global shape, place).
 
-    Names, their order, dtypes and arguments are those of :func:`full_tensors`; tied names share a tensor. Every rank
-    yields every name, with an empty tensor if the rank has nothing of it. A yielded tensor belongs to the caller, and
-    is ready on the stream that is current when it is requested. Nothing is gathered, and no other rank is needed. Only
-    if the model has adapters and they are merged, their factors are gathered before the first shard: then every rank
-    must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the others raise RankLeft.
+    Names, their order, dtypes and arguments are the same as for :func:`full_tensors`; tied names share a tensor. Every
+    rank yields every name, with an empty tensor if the rank has nothing of it. A yielded tensor belongs to the caller,
+    and is ready on the stream that is current when it is requested. Nothing is gathered, and no other rank is needed,
+    with one exception: if the model has adapters and they are merged, their factors are gathered before the first
+    shard. In this case every rank must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the
+    others raise RankLeft.
 
-    Device memory in use at once, in addition to what the caller keeps: two buckets, or one bucket and the largest
+    Device memory in use at once, in addition to the tensors that the caller keeps: two buckets, or one bucket and the
+        largest
     shard; 24 MiB if shards are cast or merged; the factors of all adapters.
 
-    Raises what :func:`full_tensors` raises, but does not notice plain parameters that differ between the ranks;
+    Raises the errors of :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
     LayoutError (RuntimeError) for placements that do not divide a tensor into shards, and NamesError for a tensor of
-    the Hub whose elements on a rank are neither a range nor a block of it.
+    the Hub whose elements on a rank are neither a range nor a block of the tensor.
     """
     with announce_errors_where_merged(model, lora):
         arguments = Arguments.check(
@@ -395,7 +397,7 @@ class _ShardLoading:
         target.view(shard.shape).copy_(values)
 
     def yield_results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
-        """Yields the shards for use on the caller's stream, and drops each reference once its shard is handed out."""
+        """Yields the shards for use on the caller's stream, and drops each reference once its shard was yielded."""
         self.streams.wait(launched.done)
         launched.in_use = None
         launched.results.reverse()

@@ -135,7 +135,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 
 
 def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """Transposes the products of weights that are transposed in an FSDP1 unit, which keeps a weight's strides."""
+    """Transposes the products for weights that are transposed in an FSDP1 unit, because such a unit keeps strides."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
             name, shape = span.spec.names[0], span.spec.shape

@@ -131,7 +131,7 @@ class Plan:
         """Counts the buckets from ``first`` on that a rank may promise at once: at least 1, at most ``wanted``.
 
         While the caller holds a tensor of one bucket, there must be memory to launch any later promised bucket. Buckets
-        before ``first`` that may still be pending count, too, since they are yet to be handed out.
+        before ``first`` that may still be pending also count, because they are not yielded yet.
         """
         pending, together = first, self.buckets[first].nbytes
         while pending and (together := together + self.buckets[pending - 1].nbytes) <= self.most_bytes:

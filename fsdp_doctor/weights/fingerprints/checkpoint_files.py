@@ -118,7 +118,7 @@ def compare_checkpoints(
     config, find_parts: as in ``convert``; with find_parts, both sides are renamed to the Hub's names if their names
         differ.
 
-    Raises what :func:`fingerprint_checkpoint` raises, and FingerprintError for models that have no tensor in common.
+    Raises the errors of :func:`fingerprint_checkpoint`, and FingerprintError for models that have no tensor in common.
     """
     opened = {path: _open(path, part) for path in (left, right)}
     parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}

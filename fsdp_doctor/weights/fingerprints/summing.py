@@ -125,8 +125,8 @@ class FingerprintSums:
     def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
         """Adds tensors that are all available, such as a bucket that has arrived, in one launch for each device.
 
-        Raises what :meth:`add` raises. For tensors that are not contiguous, up to 64 MiB of copies are kept until they
-        are summed.
+        Raises the errors of :meth:`add`. For tensors that are not contiguous, up to 64 MiB of copies are kept until
+        they are summed.
         """
         for name, tensor in tensors:
             part, blocks = _divide_into_blocks(name, tensor)
@@ -242,7 +242,7 @@ class RepeatedFingerprintOfTensors:
     """Repeats :func:`fingerprint_tensors` for the same tensors after each weight sync, in one launch, without waiting.
 
     tensors: whole tensors and parts, by name or as pairs, in the memory that the engine uses. A tensor that has moved
-    to other memory is detected. The constructor sums once, so it raises what :meth:`FingerprintSums.add` raises.
+    to other memory is detected. The constructor sums once, so it raises the errors of :meth:`FingerprintSums.add`.
     """
 
     def __init__(

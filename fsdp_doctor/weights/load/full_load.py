@@ -2,7 +2,7 @@
 
 1. Read the model: every tensor is a target with its names, its layout over the ranks, and this rank's part of it.
 2. The ranks agree on targets and arguments, on who has the source, and on the names. With the Hub's names, each part of
-    a fused target becomes a target of its own. From here on an error of one rank is raised on all.
+    a fused target becomes a separate target. From here on an error of one rank is raised on all.
 3. Match the names, shapes and dtypes of the source with the targets.
 4. Allocate the memory that the load needs, agree once more, and prepare the model for the writes.
 5. Read each part from the source and write it into its shard. Each rank does this for itself, or rank 0 for all.

@@ -83,7 +83,7 @@ def save_optimizer_state(
     rate or betas, are saved as numbers.
 
     model, optimizer, experts: see :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes.
-    overwrite: replaces an ``optimizer.pt``, unless other ranks of this job have saved it; see
+    overwrite: whether to replace an ``optimizer.pt``; refused if other ranks of this job have saved it; see
         :func:`save_full_tensors`.
 
     Raises SaveError in the cases of :func:`save_full_tensors`; for a model that is not sharded; for an optimizer whose

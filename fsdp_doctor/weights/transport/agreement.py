@@ -1,11 +1,11 @@
-"""Agreement of the ranks, over the process group's store, about what is extracted or loaded, and about ranks that
+"""Agreement of the ranks, over the process group's store, about the extracted or loaded tensors, and about ranks that
 leave.
 
-Before the first collective each rank compares its plan with the others'. Then each rank promises a number of buckets,
-twice as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves announces this
-before the next promise, so that the other ranks raise instead of waiting in a collective. The store is used O(log)
-times in the number of buckets. A store is used because a group may have only NCCL, whose collectives cannot be
-cancelled once they are launched.
+Before the first collective each rank compares its plan with the others'. After that, each rank promises to take part in
+the collectives of a number of buckets, even if it fails meanwhile. Each promise covers twice as many buckets as the one
+before. A rank that leaves announces this before the next promise, so that the other ranks raise instead of waiting in a
+collective. The store is used O(log) times in the number of buckets. A store is used because a group may have only NCCL,
+whose collectives cannot be cancelled once they are launched.
 """
 
 from __future__ import annotations

@@ -112,11 +112,13 @@ class _OpenBucket:
 def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
     """Returns the device memory that buckets and the caller's last tensor may take together.
 
-    sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, every other tensor a
-    list of its own. The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor;
-    two tensors that follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger
-    than a bucket, and most of the model is in tensors of at least half its size (fused experts), the largest tensor is
-    added once more, so that the next one can be loaded while the caller has the last.
+    The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor; two tensors that
+    follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger than a bucket, and
+    most of the model is in tensors of at least half its size (fused experts), the largest tensor is added once more, so
+    that the next such tensor can be loaded while the caller has the last.
+
+    sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, and every other
+    tensor forms a separate list.
     """
     every = list(itertools.chain.from_iterable(sizes))
     largest = max(every, default=0)
