@@ -1,4 +1,4 @@
-"""Rehearses the next training steps of a scenario without a method, and takes a trainer back to its start."""
+"""Rehearses the next training steps of a scenario without a method, and restores the trainer to its earlier state."""
 
 from __future__ import annotations
 

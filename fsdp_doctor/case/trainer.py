@@ -32,8 +32,8 @@ class Start:
     weights: the weights with which the model is built.
     options: options of the optimizer.
     same_batches: whether every rank trains on the batches of rank 0.
-    saves: whether the trained model is saved for another number of ranks; there may then be too few ranks for two dims
-        of a mesh, so that one dim has one rank.
+    saves: whether the trained model is saved for another number of ranks. There may be too few ranks for a mesh with
+        two dims in this case, so one dim has only one rank.
     """
 
     weights: models.Weights = "own"

@@ -22,7 +22,7 @@ from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"]
-"""The verdicts of a report; the failures that a file names; those that the catalogue expects; or none at all."""
+"""Expected verdicts: a report's; the failures in a file; the failures that the catalogue expects; or no failures."""
 
 
 @dataclass(frozen=True)

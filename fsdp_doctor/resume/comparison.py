@@ -28,7 +28,7 @@ StateKind: TypeAlias = Literal[
     "gradients",
     "later",
 ]
-"""What can differ, in the order in which one can cause the next."""
+"""Kinds of state that can differ. A difference can cause differences of the later kinds."""
 # What a run that does not repeat itself cannot be asked for; all else was loaded from what the straight run saved.
 NOT_LOADED: tuple[StateKind, ...] = ("data", "generators", "gradients", "later")
 # What depends on how kernels compute.
@@ -77,7 +77,7 @@ ResumeSymptom: TypeAlias = Literal[
     "step-differs",
     "later",
 ]
-"""What is seen; ``causes.toml`` has what is known to cause it."""
+"""Differences that a comparison can show; ``causes.toml`` has their known causes."""
 
 # What a scheduler keeps for warnings, and its steps under another count.
 _IGNORED_OF_SCHEDULERS = ("_step_count", "_get_lr_called_within_step", "_is_initial", "verbose")
@@ -198,7 +198,9 @@ class RankComparison:
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong weight to the weight whose values it has; empty unless all have another weight's values."""
+        """Maps each wrong weight to the weight whose values it has; empty unless every wrong weight has another
+        weight's values.
+        """
         names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
         owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
         return owners if all(name != other for name, other in owners.items()) else {}

@@ -48,7 +48,7 @@ from fsdp_doctor.weights.transport.transfers import (
 _T = TypeVar("_T")
 
 BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
-"""Called with a bucket's number and its transfers, in a stream that waits until they are gathered."""
+"""Function that is called with a bucket's number and transfers, in a stream that waits for their gathers."""
 
 # Threads of a rank that read pageable memory, and the bytes that they read at once; small chunks let the first copy
 # to the device begin early.
@@ -189,7 +189,7 @@ def weights_info(
 
 @contextlib.contextmanager
 def announce_errors(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks about an error: the model's ranks, or all ranks if those are unknown."""
+    """Tells the other ranks about an error: the ranks of the model or, if these are unknown, all ranks."""
     try:
         yield
     except Exception as error:
@@ -267,8 +267,8 @@ class ClosingIterator(Iterator[_T]):
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
     """Iterator over full tensors that tells the other ranks when it is closed or dropped before its end, even unread.
 
-    A yielded tensor may be used in the stream that is current when it is taken, and in another stream once ``hand_out``
-    was called there.
+    A yielded tensor may be used in the stream that is current when it is taken. Another stream may use it after
+    ``hand_out`` was called there.
     """
 
     def __init__(

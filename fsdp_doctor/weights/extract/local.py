@@ -221,8 +221,8 @@ class LoadedShard(NamedTuple):
 
 
 ShownShards: TypeAlias = Literal["nothing", "finished", "unmerged"]
-"""Shards that are yielded as views instead of copies: none; those that need no copy to the device, cast or merge; or
-all into which nothing is merged, on any device and in any dtype."""
+"""Shards that are yielded as views instead of copies: none; only shards that need no copy to the device, cast or merge;
+or all shards into which nothing is merged, on any device and in any dtype."""
 
 
 def load_shards(

@@ -28,7 +28,7 @@ from fsdp_doctor.weights.transport.sources import name_dtype
 _MOST_KEPT_BYTES = 64 << 20
 
 _Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
-"""(name, the fingerprint with lanes of zero, what is summed)."""
+"""(name, the fingerprint with zero as its lanes, the summed tensor or part)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +138,8 @@ class FingerprintSums:
     ) -> None:
         """Adds blocks to be summed at the next :meth:`flush`; until then their memory must not change.
 
-        part: the part of the tensor, with lanes of zero.
-        memory: memory that the caller keeps in any case; 64 MiB of blocks outside of it cause a flush.
+        part: the part of the tensor, with zero as its lanes.
+        memory: memory that the caller keeps in any case. 64 MiB of blocks outside this memory cause a flush.
         """
         storage = memory.untyped_storage().data_ptr() if memory is not None else None
         if storage is not None:

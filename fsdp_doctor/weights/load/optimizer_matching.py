@@ -370,7 +370,7 @@ class StateForms:
         return False
 
     def describe(self, parameter: OptimizerParameter) -> str:
-        """Describes which keys' tensors are whole, which must be the same on all ranks."""
+        """Describes for which keys the tensors are whole. The description must be the same on all ranks."""
         keys = [key for at, key in self._forms if at == id(parameter) and self.is_whole(parameter, key)]
         return f" with {join_some(sorted(keys))} whole on each rank" if keys else ""
 

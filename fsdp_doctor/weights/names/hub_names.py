@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
-"""``model``: the model's own names. ``hub``: the names in files of ``save_pretrained``. ``auto``: whichever of the two
-fit. Or a mapping in the form of :func:`read_hub_view`."""
+"""``model``: the model's own names. ``hub``: the names in files of ``save_pretrained``. ``auto``:
+the names that fit. Or a mapping in the form of :func:`read_hub_view`."""
 
 _MOST_NAMES = 10
 

@@ -426,10 +426,10 @@ _connections = threading.local()
 
 
 def connect(store: dist.Store) -> dist.Store:
-    """Returns this thread's connection to the store, so that a thread that waits does not block others, such as
-    torch's.
+    """Returns a connection of this thread to the store, so that a waiting thread does not block other threads.
 
-    If the store cannot be cloned, which holds for some kinds, and for all before torch 2.7, returns the store itself.
+    torch has threads that use the store, too. Some kinds of stores cannot be cloned, and before torch 2.7 none can; in
+    these cases the store itself is returned.
     """
     if getattr(_connections, "store", None) is not store:
         # One that is gone would be waited for.

@@ -44,9 +44,9 @@ from fsdp_doctor.weights.transport.sources import (
 )
 
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
-"""A tensor, or a function that copies it out of memory that it shares with others."""
+"""A tensor, or a function that copies the tensor out of memory that it shares with other tensors."""
 OrderedResult: TypeAlias = tuple[int, TensorSpec, Result]
-"""(the tensor's place among all, what it is, the full tensor)."""
+"""(the tensor's place among all tensors, its source, the full tensor)."""
 
 
 @dataclass(slots=True, eq=False)
