@@ -208,7 +208,7 @@ class Trainer:
         hook = layer.register_forward_hook(fail if raised == "forward" else fail_in_backward)
         with contextlib.suppress(StepRaised):
             self.step()
-            raise AssertionError(f"a step whose {raised} raises came to its end")
+            raise AssertionError(f"a step finished, although its {raised} should have raised")
         hook.remove()
         # While the modules show what they computed with: a state dict would reshard them, and its gradients would stay.
         self.model.zero_grad()

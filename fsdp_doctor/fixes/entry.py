@@ -90,7 +90,7 @@ FIXES = (
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
         "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
     ),
@@ -105,7 +105,7 @@ FIXES = (
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
         "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),
@@ -199,7 +199,7 @@ FIXES = (
         mends=("FD006",),
         cures=("lightning:model-parallel/cpu_offload/full/fit", "lightning:model-parallel/cpu_offload/sharded/fit"),
         promises="shards under CPUOffloadPolicy stay on the CPU, and all other tensors are moved to the device",
-        leaves="models of which some units are not offloaded, shards that were on the meta device",
+        leaves="models with units that are not offloaded, shards that were on the meta device",
         replacement="fsdp_doctor.fixes.on_lightning:keep_offloaded_shards",
         places=("lightning/pytorch",),
     ),

@@ -17,7 +17,7 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
     model = strategy.model
     units = reader.read(model).fsdp2_units
     if not units or not all(unit.offloads for unit in units):
-        return fall_back("a model of which some units are not offloaded", original, strategy)
+        return fall_back("a model with units that are not offloaded", original, strategy)
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(tensor, DTensor) and tensor.device.type != "cpu" for tensor in tensors):
         return fall_back("shards that were given memory on the device", original, strategy)

@@ -456,7 +456,7 @@ class Optimizer(AxisValue):
     SGD = "sgd", "SGD with momentum 0.9"
     MUON = "muon", "Muon for the matrices, torch 2.9 and newer; a separate SGD, without state, for the rest"
     ADAFACTOR = "adafactor", "torch's Adafactor; of a flat parameter it keeps the second moments whole, not as factors"
-    ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters beside the parameters"
+    ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters on the parameters' device"
     ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as a CUDA graph takes it"
     ADAMW_8BIT = "adamw-8bit", "torchao's AdamW8bit: blocks of 8-bit codes with a scale each, and a tensor for lr"
     TENSOR_LR = "tensor-lr", "AdamW(lr=torch.tensor(...)), on the host"

@@ -140,7 +140,7 @@ class Scenario:
         if self.version == 1 and self.offload.way in _WAYS_OF_FSDP2:
             return f"only FSDP2's shards can be offloaded as {self.offload}"
         if not self.pinning.is_pinned and not (self.offload.takes_policy and self.version == 2):
-            return "only FSDP2's CPUOffloadPolicy can be told not to pin"
+            return "only FSDP2's CPUOffloadPolicy can leave memory unpinned"
         if not self.transfer.is_blocking and not self.offload.by_hand:
             return "only verl's manual offload can be non-blocking"
         if self.sharding.needs_fsdp2 and self.version == 1:

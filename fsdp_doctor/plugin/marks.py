@@ -175,7 +175,7 @@ def _explain_impossible(axis: str, value: str) -> str:
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"
         case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD | CheckpointFit.HUB:
-            return "only the probe has other processes, which save the checkpoint"
+            return "the checkpoint is saved by other processes, which only the probe starts"
         case Consumer() as consumer if consumer.needs_sender:
             return "a test uses the extracted weights itself, without a consumer"
         case Context.NO_GRAD | Context.INFERENCE:

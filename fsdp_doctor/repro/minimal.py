@@ -136,7 +136,7 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
         case "hang" | "stuck":
             return "a hang needs the watchdog of the full script"
         case "race" | "order" | "died":
-            return "it shows only now and then, or beside another process"
+            return "it shows only in some runs, or only while another process works"
         case "poisoned" if not scenario.transfer.is_blocking:
             return "its copies come too late, which only the full script waits for"
     cast = scenario.checkpoint in (CheckpointFit.FP32, CheckpointFit.BF16)

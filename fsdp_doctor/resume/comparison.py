@@ -174,15 +174,12 @@ class RankComparison:
             yield _make("weights", "weights-rounded", wrong, f"{count} are {text}: {join_some(wrong, 3)}")
         elif set(wrong) == set(expected.weights) and expected.others and all(" parameter " in name for name in wrong):
             text = "the optimizer's own copies of the weights differ from the model's weights, which are right"
-            theirs = f": the copies are those from before step {whole.step}" if whole is not None else ""
+            theirs = f": the copies are from before step {whole.step}" if whole is not None else ""
             yield _make("weights", "masters-not-loaded", wrong, f"{text}{theirs}")
         elif whole is not None:
             symptom: ResumeSymptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
             nothing = ": nothing was loaded" if whole is self._first else ""
-            text = (
-                f"the weights are those from before step {whole.step}, not from before step "
-                f"{self._expected.step}{nothing}"
-            )
+            text = f"the weights are from before step {whole.step}, not from before step {self._expected.step}{nothing}"
             yield _make("weights", symptom, wrong, text)
         elif average := self._find_average(wrong):
             yield _make("weights", "weights-are-the-average", wrong, f"{count} are those of {average}")
@@ -191,10 +188,10 @@ class RankComparison:
             yield _make("weights", "weights-of-another-parameter", wrong, f"{count} are another parameter's: {pairs}")
         elif part is not None:
             step = self._expected.step
-            text = f"{count} are those from before step {part.step}, not from before step {step}: {join_some(wrong, 3)}"
+            text = f"{count} are from before step {part.step}, not from before step {step}: {join_some(wrong, 3)}"
             yield _make("weights", "weights-partly-of-another-step", wrong, text)
         else:
-            text = f"{count} are of no step of the straight run: {join_some(wrong, 3)}"
+            text = f"{count} do not occur at any step of the straight run: {join_some(wrong, 3)}"
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
@@ -386,7 +383,7 @@ class RankComparison:
             yield _make("data", "data-first-batch", (), text)
         else:
             known = any(batch in straight for batch in resumed)
-            text = "come in another order" if known else "are of no step of the straight run"
+            text = "come in another order" if known else "do not occur in the straight run"
             yield _make("data", "data-unknown", (), f"the batches from batch {begin + 1} on {text}")
 
     def _describe_place(self, index: int, wanted: int) -> RunDifference:

@@ -108,7 +108,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         found = LAYER.match(name)
         is_like_others = re.sub(r"\d+", "#", name) in families_with_state and not EXPERT.match(name)
         if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
-            what = "the optimizer has no state for this parameter, but for others in its layer"
+            what = "the optimizer has state for other parameters of the layer, but not for this parameter"
             yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
 
 

@@ -240,7 +240,7 @@ def _shard_spec(spec: Any, shard: LocalShard) -> Any:
         return spec(full_shape=tuple(shard.shape), mesh=place.mesh, placements=place.placements)
     if place.part is not None:
         raise NamesError(
-            f"{shard.name} is a part of a tensor that is sharded by columns, and verl cannot be told this: use "
+            f"{shard.name} is a part of a tensor that is sharded by columns, and verl has no way to express this: use "
             'verl_weights, or names="model"'
         )
     if place.group is None:

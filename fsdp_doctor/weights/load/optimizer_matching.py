@@ -357,7 +357,7 @@ class StateForms:
         if self._whole is not None:
             if key in self._whole and parameter.whole_shape is None:
                 raise LoadError(
-                    f"whole: {join_some(parameter.names)} are in one flat parameter, whose state FSDP1 divides"
+                    f"whole: {join_some(parameter.names)} are in one flat parameter, and FSDP1 divides its state"
                 )
             return key in self._whole
         if not _steps_as_torch_does(self._optimizer):
