@@ -331,8 +331,8 @@ def split_lines(number: int, raw: str) -> list[Line]:
 
 
 def parse_line(number: int, raw: str) -> Line:
-    """Separates the text of a line from its prefixes, of which it may have several: a time, then Ray's, then
-    torchrun's.
+    """Separates the text of a line from its prefixes. There may be several: a time, Ray's prefix, and torchrun's
+    prefix.
     """
     sources: list[str] = []
     position, stamped = 0, False

@@ -38,7 +38,8 @@ class FixReport:
     world: the number of ranks, as the callers reported it; the largest of several numbers.
     missing: the ranks that never called the replacement, although a rank of the same node did; empty for a function
         that only some ranks call.
-    unheard: the other ranks that never called the replacement, which may be on another node; empty as ``missing``.
+    unheard: the other ranks that never called the replacement, which may be on another node; empty for a function
+        that only some ranks call.
     processes: the number of processes in which the function was replaced.
     overridden: the classes that define the function themselves.
     verified: for each rank that compared a sync, the number of tensors that it sent, and the differences.

@@ -102,10 +102,10 @@ def _name_package(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """The probe of some packages.
+    """The finished or failed probe of one set of packages.
 
-    trouble: the reason why its report is incomplete; else empty.
-    exit_code: the exit code for the trouble.
+    trouble: the reason why the probe's report is incomplete; empty if the report is complete.
+    exit_code: the exit code for this reason.
     """
 
     packages: Packages

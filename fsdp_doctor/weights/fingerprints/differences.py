@@ -39,7 +39,7 @@ VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "
 class FingerprintDifference:
     """Difference of one tensor between engine and trainer.
 
-    detail: a phrase that says how it differs.
+    detail: a phrase that says how the tensor differs.
     """
 
     name: str

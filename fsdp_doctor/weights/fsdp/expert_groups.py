@@ -93,7 +93,7 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
-    """Makes a tensor without elements that stands for all experts, and of which the parameter is a part.
+    """Makes a tensor without elements that stands for all experts. The parameter is a part of this tensor.
 
     ordered: the root mesh with the dim of ``mesh`` first, from ``_put_first``.
     """

@@ -36,8 +36,8 @@ class ModelTensor:
     unit: the innermost FSDP2 module around the tensor; None if there is none.
     form: a description of the tensor's form if its memory does not hold its values, see ``forms``; otherwise empty.
     placed: the tensor with its global shape, mesh and placements. This is ``tensor``, except for experts that were
-        divided before FSDP sharded them: there it is a DTensor without elements, of which ``tensor`` is a part, see
-        ``expert_groups``.
+        divided before FSDP sharded them. For these, it is a DTensor without elements, and ``tensor`` is a part of this
+        DTensor, see ``expert_groups``.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class ModelContents:
     transient_buffers: the other buffers.
     stray_pieces: names of parameters that are pieces of one FSDP1 unit's flat parameter but lie in a module of another
         unit, for example tied across units with ``use_orig_params``: torch gathers them only for their own unit.
-    ambiguous: names that several tensors have once the words that wrappers insert are removed.
+    ambiguous: names that belong to several tensors, after the words inserted by wrappers are removed.
     extra_states: the names in a state dict of the results of ``get_extra_state``, which may be any objects.
     ddp_ranks: the ranks of a DDP wrapper; empty without DDP.
     """

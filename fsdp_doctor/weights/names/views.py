@@ -1,4 +1,4 @@
-"""Views of tensors: a tensor as a box of another tensor's indices, of which a rank's shard holds a smaller box."""
+"""Views of tensors: a tensor as a box of another tensor's indices. A rank's shard holds a smaller box inside it."""
 
 from __future__ import annotations
 

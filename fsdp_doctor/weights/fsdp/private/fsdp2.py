@@ -243,11 +243,12 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit gathers
-    afterwards.
+    """Gives each sharded parameter new memory on ``device`` with the same values. Its unit then gathers from this
+    memory.
 
-    The parameters stay the same objects, which an optimizer has. Private: ``FSDPParam._sharded_param_data`` and
-    ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the shard, without its padding, and pageable.
+    The parameters stay the same objects, because an optimizer refers to them. Private:
+    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the
+    shard, without its padding, and pageable.
     """
     for param in (param for state in list_states(model) for param in _list_params(state)):
         gathered, parameter = get(param, "_sharded_param_data"), get(param, "sharded_param")
