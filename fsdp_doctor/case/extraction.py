@@ -375,7 +375,7 @@ class ExtractionSteps(MatrixSteps):
             self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
 
     def calls_again(self) -> bool:
-        """Returns whether the user's function is called once more. A case whose memory is measured has one call."""
+        """Returns whether the user's function is called a second time. A case whose memory is measured has one call."""
         return is_user_method(self.method.name) and not self._runtime.with_ledgers
 
 

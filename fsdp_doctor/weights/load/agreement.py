@@ -81,7 +81,7 @@ class LoadAgreement:
         self.num_written += number
 
     def agree(self, word: str = "") -> str:
-        """Waits until every rank has come, and returns rank 0's word. Raises RankLeft or PlanMismatch."""
+        """Waits until every rank has called this, and returns rank 0's ``word``. Raises RankLeft or PlanMismatch."""
         return self._agreement.proceed(word)
 
     @contextlib.contextmanager

@@ -84,7 +84,7 @@ class _Pending:
 class FromFirstRank:
     """Transfer of full tensors from rank 0 to the parts of all ranks.
 
-    agree: a function that waits until every rank has come to the next bucket, and returns rank 0's word.
+    agree: a function that waits until every rank has reached the next bucket, and returns rank 0's argument.
     """
 
     def __init__(

@@ -191,9 +191,10 @@ class SaveDirectory:
     def commit(self, files: Collection[str], last: Sequence[str]) -> None:
         """Gives the files their final names; called by the first rank only.
 
-        last: the files without which a checkpoint does not look complete, in order. Raises SaveError for an error of
-        the file system; the former checkpoint is then moved back, or the message says where it is. New files are not
-        removed.
+        last: the files that get their names at the end, in order, because a checkpoint without them looks incomplete.
+
+        Raises SaveError for an error of the file system. In this case the former checkpoint is moved back, or the
+        message says where it is. New files are not removed.
         """
         self._removed_by = "none"
         commit = _Commit(self.path, self.partial, (), (*files, *last), bool(self._replaced), len(last))
@@ -266,7 +267,10 @@ class SaveDirectory:
 
 
 def _get_order(name: str) -> tuple[bool, str]:
-    """Returns the sort key for moving a former checkpoint: the files without which it looks incomplete come first."""
+    """Returns the sort key for moving a former checkpoint, which puts the marker and index files first.
+
+    If one of these files is absent, the checkpoint looks incomplete.
+    """
     return name != MARKER and not name.endswith(".index.json"), name
 
 

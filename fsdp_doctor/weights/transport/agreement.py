@@ -169,7 +169,8 @@ class Agreement:
         return promised
 
     def proceed(self, message: str = "") -> str:
-        """Waits until every rank has come to this bucket with the same plan. Returns the speaker's message.
+        """Waits until every rank has reached this bucket with the same plan. Returns the message of the
+        agreement's ``speaker``.
 
         Raises RankLeft or PlanMismatch.
         """
@@ -221,7 +222,7 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Returns whether another thread came to the first stage and is still alive."""
+        """Returns whether the agreement began in another thread that is still alive."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:

@@ -114,8 +114,8 @@ def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
 
     The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor; two tensors that
     follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger than a bucket, and
-    most of the model is in tensors of at least half its size (fused experts), the largest tensor is added once more, so
-    that the next such tensor can be loaded while the caller has the last.
+    most of the model is in tensors of at least half its size (fused experts), the size of the largest tensor is added
+    again. The next such tensor can then be loaded while the caller has the last one.
 
     sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, and every other
     tensor forms a separate list.

@@ -176,7 +176,7 @@ class Comparison:
 
     shards: this rank's shards, by their places.
     compares: the relations whose values are compared.
-    anew: whether to compare even if the ranks have compared before.
+    anew: whether to compare again if the ranks have already compared.
     """
 
     def __init__(
