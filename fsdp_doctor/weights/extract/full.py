@@ -84,17 +84,18 @@ def full_tensors(
 
     Every rank of the group over which the model is sharded must call it with the same arguments, and iterate to the
     end. A rank that stops early, or raises, first takes part in the collectives that it has promised, and then makes
-    the other ranks raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as
-    tensors``, or when nothing refers to the iterator any more. A traceback refers to it, so without ``with`` the other
-    ranks wait while an error is handled. Under HSDP the shard group of each replica works on its own.
+    the other ranks raise RankLeft. This happens when the rank closes the iterator, at the end of ``with
+    full_tensors(model) as tensors``, or when nothing refers to the iterator any more. A traceback refers to the
+    iterator, so without ``with`` the other ranks wait while an error is handled. Under HSDP each replica's shard group
+    works independently of the other replicas.
 
-    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft),
-    unless ``names`` says otherwise. A tied parameter comes under each of its names; the names share one tensor, which
-    is gathered once. A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on
-    the stream that is current when it is requested, like the result of any torch operation; this may be another stream
+    By default, tensors have the names of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
+    torch.compile, peft). A tied parameter is yielded under each of its names; the names share one tensor, which is
+    gathered once. A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on the
+    stream that is current when it is requested, like the result of any torch operation. The stream may be different
     each time. Shards are read only after the work on the streams that are current at the call and at the first tensor.
 
-    The first call for a model makes a plan, which is kept; a change of the model is noticed. Values are read during the
+    The first call for a model makes a plan, which is kept until the model changes. Values are read during the
     iteration, so the next training step must wait for its end.
 
     Device memory in use at once, including the caller's last tensor, is the largest of: two buckets; one bucket and the
@@ -117,32 +118,34 @@ def full_tensors(
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after ``unmerge_adapter``
         yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: the one active adapter
         alone, under the names of peft's adapter files. A model without adapters has only weights.
-    names: ``model``; ``hub``: the names that transformers gives the tensors in ``save_pretrained``; ``auto``: the Hub's
-        names if transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A
-        Hub tensor that is a part of a model's tensor, such as one expert of a fused tensor, is a view of it, and
-        keeping the view keeps the whole. ``keep_dtype`` has the model's names in any case.
+    names: ``model``: the names of the model; ``hub``: the names that transformers gives the tensors in
+        ``save_pretrained``; ``auto``: the Hub's names if transformers knows them, otherwise the model's names; or a
+        mapping in the form of :func:`read_hub_view`. A Hub tensor that is a part of a model's tensor, such as one
+        expert of a fused tensor, is a view, and keeping the view keeps the whole tensor in memory. ``keep_dtype``
+        always has the model's names.
     experts: for experts that were divided before FSDP sharded them, so that groups of ranks have different experts
         under one name: the mesh dim along which they are divided, ``mesh["ep"]``, for all parameters below a module
         ``experts``; or such dims by patterns of names. The experts are joined along their first dim and yielded as one
         tensor.
-    tensors: these tensors are yielded instead of the model's parameters and persistent buffers, for example an average
-        of the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every
-        rank, in any dtype. They get the names, ties and adapters of the model; ``model.state_dict() | average`` has the
-        other tensors, too. Not for FSDP1 units. The plan is not kept.
+    tensors: the tensors to yield instead of the model's parameters and persistent buffers, for example an average of
+        the weights. They are given by the model's names, in any dtype: DTensors of the same shapes, or plain tensors
+        that are whole on every rank. The names, ties and adapters of the model apply to them. The mapping
+        ``model.state_dict() | average`` has the other tensors, too. Not for FSDP1 units. The plan is not kept.
     in_step: no rank gathers while another rank sends. A bucket is complete on the device when its first tensor is
-        yielded. The next bucket is gathered when every rank has asked for it, and its device has finished everything
-        that was launched on it. This is for receivers on the trainers' devices, where a gather that waits for a rank
+        yielded. The next bucket is gathered when every rank has requested it, and when every rank's device has
+        finished its work. This is for receivers on the trainers' devices, where a gather that waits for a rank
         can block the kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the
         device and a meeting over the store.
 
     Raises, before any collective: ValueError or TypeError for wrong arguments, a mesh in ``experts`` that does not
     divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory
-    does not hold their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError
+    does not hold their values; NamesError (ValueError) for names that do not fit the model's tensors; RuntimeError
     for a tensor on the meta device, and for a process group that is missing or has no backend for the device;
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). Raises on every rank:
     PlanMismatch if the ranks have different models or arguments, or if groups of ranks have different tensors under one
-    name, such as experts for which no mesh is given; a plan that is kept is checked for this once. Warns BuffersDiffer,
-    once for a plan that is kept, if the values of persistent buffers differ between ranks: each rank yields its own.
+    name, such as experts without a mesh. A plan that is kept is checked for different tensors only once. Warns
+    BuffersDiffer, once for a plan that is kept, if the values of persistent buffers differ between ranks: each rank
+    yields its own values.
     """
     with announce_errors(model):
         arguments = Arguments.check(

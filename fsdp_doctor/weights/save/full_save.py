@@ -118,19 +118,19 @@ def save_full_tensors(
     names, dtype, keep_dtype, experts, tensors: see :func:`full_tensors`; ``names`` has another default. A tied tensor
         is saved under its first name, and under each name that the config of transformers does not tie.
     step: the training step; it is written into the marker.
-    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. There are more files
-        than this asks for if ranks that write to one file would wait for one another.
+    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. More files are
+        made if ranks that write to one file would have to wait for each other.
     overwrite: whether to replace the weights in the directory. The old files are removed when the new files are
-        complete and have their names; other files stay. Refused if other ranks of this job, such as a critic or a
-        pipeline stage, have saved into the directory since the process group was made, and their files are still there.
-        Two models on the same ranks, and two jobs, look like one model that is saved again: give each a separate
-        directory.
+        complete and have their names; other files stay. A save is refused if other ranks of this job, such as a critic
+        or a pipeline stage, have saved into the directory since the process group was made, and their files still
+        exist. Two models on the same ranks, or two jobs, cannot be told apart from one model that is saved again: give
+        each model a separate directory.
 
-    Raises SaveError on every rank: for a directory that has weights, holds those of other ranks of the job, is in use
-    by another save, cannot be made, is not the same for all ranks, or has too little room, which is found before
+    Raises SaveError on every rank: for a directory that has weights of this or of other ranks of the job, is in use
+    by another save, cannot be made, is not the same for all ranks, or has too little room, which is checked before
     anything is written; for tensors that safetensors cannot store; if files cannot be given their names; and if another
-    rank fails, with the number of this rank. A rank that gets an OSError before that raises it. Warns BuffersDiffer at
-    each save if buffers differ between the ranks. Other errors: see :func:`full_tensors`.
+    rank fails, with the number of this rank. A rank that gets an OSError earlier raises the OSError. Warns
+    BuffersDiffer at each save if buffers differ between the ranks. Other errors: see :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
