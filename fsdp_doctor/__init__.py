@@ -3,20 +3,20 @@
 The command line is ``fsdp-doctor``. The library:
 
 :func:`full_tensors`            extracts full tensors from a sharded model, in every scenario of the matrix
-:func:`full_state_dict`         the same as one state dict; :func:`weights_info` describes it without a gather
+:func:`full_state_dict`         extracts them as one state dict; :func:`weights_info` describes it without a gather
 :func:`local_shards`            each rank's shards without a gather
 :func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
 :func:`save_full_tensors`       saves a sharded model as files of the Hub, each rank its own rows;
                                 :func:`save_optimizer_state` its optimizer
-:func:`fingerprint`             128 bits for each tensor, which prove what arrived
-:func:`unchanged`               a context that moves weights, and must not change them
-:func:`read_hub_view`           which part of which of the model's tensors each tensor of the Hub is
+:func:`fingerprint`             128 bits for each tensor, which show whether a receiver has the same weights
+:func:`unchanged`               a context that raises if code that moves weights changes their values
+:func:`read_hub_view`           maps each tensor of the Hub to a part of a tensor of the model
 ``engines``                     weights in the form that an inference engine takes
-:func:`examine`                 where everything in a live model lies, and what of it is trouble
+:func:`examine`                 lists the devices of a live model's tensors, and finds problems
 :func:`measure_memory`          the memory that a live job holds
 :func:`promises`                declares the contract of an extraction function for ``--method module:function``
 
-Importing this package imports nothing else; asking it for any of these but the last imports torch.
+Importing this package imports nothing else. Access to any of these names except ``promises`` imports torch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _PUBLISHED: dict[str, tuple[str, str, str]] = {
     "MastersNotRefreshed": ("PrimeIntellect-ai/prime-rl#3234", "", "the optimizer's own copies"),
     "MastersFromBfloat16": ("TensorAuto/OpenTau#185", "", "optimizer 0 parameter 0"),
     "QuantizedState": ("databricks/flashoptim#3", "", "exp_avg"),
-    "FirstSaveAgain": ("NVIDIA-NeMo/RL#3312", "", "the weights are those from before step 3"),
+    "FirstSaveAgain": ("NVIDIA-NeMo/RL#3312", "", "the weights are from before step 3"),
     "UnevenShardsKept": ("pytorch/torchtitan#1136", "pytorch/pytorch#163130", "2.weight"),
     "ScheduleTwice": ("THUDM/slime#1546", "THUDM/slime#1547", "last_epoch"),
     "LengthOfTheRest": ("Nerogar/OneTrainer#1604", "", "T_max"),

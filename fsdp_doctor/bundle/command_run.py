@@ -42,7 +42,10 @@ NO_STACK = "no stack: the process is not a Python process, or handles SIGABRT it
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """The Python stack of one rank. stack: faulthandler's text, or the reason why it is missing."""
+    """The Python stack of one rank.
+
+    stack: faulthandler's text, or the reason why it is missing.
+    """
 
     name: str
     stack: str
@@ -58,7 +61,8 @@ class RankStack:
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
     """Takes the stacks of the ranks below this process, which ends these ranks.
 
-    output: waits up to the given number of seconds, and returns the output that the command wrote during this time.
+    output: a function that waits up to the given number of seconds, and returns the output that the command wrote
+    during this time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)
@@ -180,7 +184,7 @@ class CommandRun:
                 silence = f"it wrote nothing for {self.silent:.0f} s"
                 return f"The command hung: {silence}, and was ended after {self.seconds:.0f} s."
             case "overdue":
-                return f"The command was ended after {self.seconds:.0f} s, the most that it was given."
+                return f"The command was ended after {self.seconds:.0f} s, its time limit."
             case "stopped":
                 silence = f"{self.silent:.0f} s after its last output"
                 return f"The command was stopped by its user after {self.seconds:.0f} s, {silence}."

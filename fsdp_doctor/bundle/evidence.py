@@ -176,7 +176,10 @@ class ChosenCase:
 
     @property
     def script_command(self) -> str:
-        """The command that starts the short script or, without one, the full script. It is read from the docstring."""
+        """The command that starts the short script or, without a short script, the full script.
+
+        The command is read from the script's docstring.
+        """
         lines = (line.strip() for line in (self.minimal or self.script).splitlines())
         return next((line.partition("  #")[0] for line in lines if line.startswith("torchrun")), "")
 

@@ -41,7 +41,7 @@ MOST_CHARACTERS = 65_536
 _TITLES = {
     "stacks.txt": "Where each rank was",
     "explain.txt": "What `fsdp-doctor explain` says",
-    "check.txt": "What `fsdp-doctor check` says of the configuration",
+    "check.txt": "What `fsdp-doctor check` says about the configuration",
 }
 _MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 64, "check.txt": 24, "environment.txt": 15}
 # Longer runs of backticks are shortened, because a fence must be longer than any run in its text.
@@ -55,7 +55,11 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first lines of an issue. title: plain text. what, where, versions, reproduce: one line of plain text each."""
+    """The first lines of an issue.
+
+    title: the title as plain text.
+    what, where, versions, reproduce: one line of plain text for each of these points.
+    """
 
     title: str
     what: str
@@ -189,7 +193,11 @@ def _join_lines(text: str) -> str:
 
 
 def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], named: NamedInLogs) -> str:
-    """Renders issue.md. head, files: without private text. replaced: the number of replacements of each kind."""
+    """Renders issue.md.
+
+    head, files: the first lines and the files of the bundle, without private text.
+    replaced: the number of replacements of each kind.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -216,7 +224,7 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], n
 
 
 def _cut(text: str, most: int) -> str:
-    """Shortens a text to ``most`` lines, its first and its last ones, and cuts off the ends of long lines."""
+    """Shortens a text to ``most`` lines by leaving out lines in the middle, and cuts off the ends of long lines."""
     lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
     if len(lines) > most:
         first = most * 3 // 4
@@ -252,7 +260,10 @@ class Bundle:
 
 
 def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
-    """Makes a bundle in which private text is replaced. redactor: by default, one that knows this machine's names."""
+    """Makes a bundle in which private text is replaced.
+
+    redactor: the redactor to use; by default, one that knows this machine's names.
+    """
     redactor = redactor or Redactor.for_this_machine()
     raw = make_texts(evidence)
     for text in raw.values():

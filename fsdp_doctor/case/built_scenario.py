@@ -1,8 +1,8 @@
-"""Checks that a model is built as the id of its scenario says, by facts that the model shows.
+"""Checks that a model is built as the id of its scenario says.
 
-The actual facts are read from the model, the optimizer and the process group; the expected facts are derived from the
-id alone. Neither side uses the other, or the code that builds the model. Only metadata is read, so that nothing waits
-for a copy in flight, and no collective is called.
+The actual facts are read from the model, the optimizer and the process group. The expected facts are derived only from
+the id. Neither side uses the other side, or the code that builds the model. Only metadata is read, so nothing waits for
+a copy in flight, and no collective is called.
 """
 
 from __future__ import annotations
@@ -33,18 +33,25 @@ Spread: TypeAlias = tuple[tuple[Literal["replicated", "sharded"], int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFacts:
-    """Facts about a built model. None: the fact is not asked for, or the model does not show it.
+    """Facts about a built model. None means that a fact is not required, or that the model does not show it.
 
-    units: the number of FSDP modules of each kind. groups: the number of process groups
-    spreads: over how many ranks parameters are replicated and sharded
-    policy: the offload policies; those of FSDP2 say whether they pin
-    casts_to, reduces_in: the dtypes of mixed precision. dtypes: the dtypes of the parameters
-    shards_on, shown_on: device types of the parameters' shards, and device types that the parameters report
-    pinned: whether the shards in host memory are pinned
-    moments_on: device types of the optimizer's state, without its step counters
-    optimizer: the kind of optimizer. comes_for_step: whether hooks of the optimizer bring its state to the device
-    has_stepped: whether the optimizer has a state. open_step: the part of a step that has begun and has not ended
-    model: the class of the model. backends: the backend of each device type. ranks: the number of ranks
+    units: the number of FSDP modules of each kind.
+    groups: the number of process groups.
+    spreads: the numbers of ranks over which parameters are replicated and sharded.
+    policy: the offload policies; for FSDP2, also whether they pin.
+    casts_to, reduces_in: the dtypes of mixed precision.
+    dtypes: the dtypes of the parameters.
+    shards_on: the device types of the parameters' shards.
+    shown_on: the device types that the parameters report.
+    pinned: whether the shards in host memory are pinned.
+    moments_on: the device types of the optimizer's state, without its step counters.
+    optimizer: the kind of optimizer.
+    comes_for_step: whether hooks of the optimizer bring its state to the device for a step.
+    has_stepped: whether the optimizer has a state.
+    open_step: the part of a step that has begun and has not ended.
+    model: the class of the model.
+    backends: the backend of each device type.
+    ranks: the number of ranks.
     """
 
     strategy: Strategy | Literal["several", "none"] | None = None
@@ -90,13 +97,16 @@ def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
-    """Raises NotAsNamed if the model, when the method is called, is not what the id says. Local to a rank.
+    """Raises NotAsNamed if the model differs from the id of its scenario when the method is called.
 
-    device: the type of the compute device. ranks: the number of ranks that the run should have.
+    The check is local to a rank.
+
+    device: the type of the compute device.
+    ranks: the number of ranks that the run should have.
     """
     different = find_mismatches(read_facts(model, optimizer), derive_facts(scenario, device=device, ranks=ranks))
     if different:
-        raise NotAsNamed(f"{scenario.id} was built otherwise than its id says: {'; '.join(different)}")
+        raise NotAsNamed(f"{scenario.id} was not built as its id says: {'; '.join(different)}")
 
 
 # What is found
@@ -261,10 +271,12 @@ _ADAPTED_LINEARS = 7
 
 
 def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
-    """Derives the facts that must hold when the method is called from the id of a scenario.
+    """Derives from the id of a scenario the facts that must hold when the method is called.
 
-    device: the type of the compute device. ranks: the number of ranks that the run should have. Facts that depend on
-    the configuration of a user's model are left out.
+    Facts that depend on the configuration of a user's model are left out.
+
+    device: the type of the compute device.
+    ranks: the number of ranks that the run should have.
     """
     built_in = not scenario.model.is_custom
     casts = scenario.precision.casts

@@ -13,7 +13,7 @@ from fsdp_doctor.verdict.records import Record
 
 
 class CaseRun(Generic[T]):
-    """Run of one case. :meth:`run` is the whole run, and the plugin calls its parts.
+    """Run of one case. ``run`` performs the whole run; the pytest plugin calls its parts.
 
     A run builds and trains a model; takes the reference; rehearses the next steps without the method; offloads and
     stages; notes the state; runs the method and verifies its effects; agrees with the other ranks; offloads again and
@@ -21,10 +21,10 @@ class CaseRun(Generic[T]):
     these points for each kind of case: ``ExtractionSteps`` and ``LoadingSteps`` for the matrix, ``SessionSteps`` for a
     framework.
 
-    A framework owns its training loop, so the run does not train itself. It is a generator that yields wherever a
-    training step must be made, and the steps drive it.
+    A framework owns its training loop, so the run cannot call the training step. The run is a generator that yields
+    wherever a training step must be made, and the steps advance the generator.
 
-    side_effects: None if the process belongs to a framework, and ends with it.
+    side_effects: the watch over the process; None if the process belongs to a framework, and ends with it.
     """
 
     def __init__(self, steps: CaseSteps[T], side_effects: SideEffects | None = None) -> None:
@@ -55,7 +55,7 @@ class CaseRun(Generic[T]):
         return trainer
 
     def _run_cycle(self, kept: T | None) -> T | None:
-        """Takes the case from one state between two training steps to the next, and runs the method in between."""
+        """Runs the case from one state between two training steps to the next, and runs the method in between."""
         trainer, reusable = self._build(kept), False
         if trainer is not None:
             reusable = self._steps.drive(trainer, self._live(trainer))
@@ -150,9 +150,10 @@ class CaseRun(Generic[T]):
         return trainer if trainer is not None and self._steps.drive(trainer, self._prepare(trainer)) else None
 
     def exercise(self, trainer: T, call: Callable[[], Any], *, owned: bool) -> None:
-        """Makes ``call`` run the method, and verifies the method's effects.
+        """Runs the method by ``call``, and verifies the method's effects.
 
-        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
+        call: a function that runs the method and returns its result.
+        owned: whether only ``call`` refers to the method's result, so that the result's memory can be measured.
         """
         with self._steps.record_exceptions():
             self._steps.run_method(trainer, call, owned)
@@ -170,6 +171,6 @@ class CaseRun(Generic[T]):
         return self.prepare(trainer)
 
     def take_back(self, trainer: T) -> None:
-        """Takes a trainer that the next case may use back to the state in which this case found it."""
+        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
         with self._steps.record_exceptions():
             self._steps.take_back(trainer)

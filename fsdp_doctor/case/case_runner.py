@@ -33,9 +33,9 @@ from fsdp_doctor.verdict.records import Record, make_failure
 
 
 class CaseRunner:
-    """Runner of cases on this rank, one after the other. It keeps a scenario's trainer while that is sound.
+    """Runner of cases on this rank, one after the other. It keeps a scenario's trainer as long as the trainer is sound.
 
-    report: called with the record each time a case reaches another stage.
+    report: a function that is called with the record each time a case reaches another stage.
     """
 
     def __init__(self, runtime: Runtime, user_methods: tuple[str, ...], report: RecordSink) -> None:
@@ -99,7 +99,7 @@ class CaseRunner:
                 assert_never(method.direction)
 
     def _take_kept(self, scenario: Scenario, method: MatrixMethod) -> Trainer | None:
-        """Returns the last case's trainer if it is of the same scenario; otherwise, and for a load, None."""
+        """Returns the last case's trainer if it has the same scenario; None otherwise, and None for a load."""
         kept, self._trainer = self._trainer, None
         same = kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not method.without_mesh)
         if same and method.direction == "out":

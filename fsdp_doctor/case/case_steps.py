@@ -16,18 +16,18 @@ R = TypeVar("R")
 
 
 class CaseSteps(ABC, Generic[T]):
-    """Actions of one kind of case at each point of its run; :class:`case_run.CaseRun` says when they are called.
+    """Actions of one kind of case at each point of a run. :class:`case_run.CaseRun` calls them in order.
 
     T is the object that trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the
     same order.
 
-    runtime: None before a framework has made its process group
-    steps_before: the number of training steps between the build and the method
-    steps_after: the number of training steps after the method, each of which is checked
-    step_stage: the name of the stage of these steps in the record
-    agrees_on_reference: whether the ranks tell each other whether taking the reference succeeded, since it can fail on
-        one rank alone
-    keeps_settings: whether the method must leave the settings of the process unchanged
+    runtime: the rank's runtime; None before a framework has made its process group.
+    steps_before: the number of training steps between the build and the method.
+    steps_after: the number of training steps after the method, each of which is checked.
+    step_stage: the name of the stage of these steps in the record.
+    agrees_on_reference: whether the ranks tell each other if taking the reference succeeded, because it can fail on one
+        rank alone.
+    keeps_settings: whether the method must leave the settings of the process unchanged.
     """
 
     steps_before: int = 0
@@ -61,11 +61,11 @@ class CaseSteps(ABC, Generic[T]):
         """
 
     def check_built(self, trainer: T) -> None:
-        """Raises Unsupported if the trainer is not what the case names."""
+        """Raises Unsupported if the trainer differs from the scenario of the case."""
 
     @abstractmethod
     def take_reference(self, trainer: T) -> None:
-        """Notes what the method must deliver or restore."""
+        """Notes the values that the method must deliver or restore."""
 
     def look_ahead(self, trainer: T) -> Iterator[None]:
         """Finds the outcomes of the next steps without the method; yields wherever a step must be trained."""
@@ -79,9 +79,10 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def run_method(self, trainer: T, call: Callable[[], Any], owned: bool) -> None:
-        """Makes ``call`` run the method, and verifies the method's effects.
+        """Runs the method by ``call``, and verifies the method's effects.
 
-        owned: whether only ``call`` holds the method's result, so that its memory can be measured.
+        call: a function that runs the method and returns its result.
+        owned: whether only ``call`` refers to the method's result, so that the result's memory can be measured.
         """
 
     @abstractmethod
@@ -98,7 +99,7 @@ class CaseSteps(ABC, Generic[T]):
         """
 
     def measure_step(self, trainer: T) -> contextlib.AbstractContextManager[None]:
-        """Context of the next training step."""
+        """Returns the context in which the next training step runs."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -110,18 +111,18 @@ class CaseSteps(ABC, Generic[T]):
         """Returns whether the trainer can serve the next case after its step."""
 
     def take_back(self, trainer: T) -> None:
-        """Takes a trainer that the next case may use back to the state in which this case found it."""
+        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
 
     def calls_again(self) -> bool:
-        """Returns whether the method is called a second time, which shows what it keeps from the first call."""
+        """Returns whether the method is called a second time, which shows values that it keeps from the first call."""
         return False
 
     def explain_retirement(self) -> str:
-        """Explains why the process must end with a case that keeps no trainer; empty if it need not."""
+        """Explains why the process must end after a case whose trainer is not kept; empty if the process may go on."""
         return ""
 
     @contextlib.contextmanager
     def record_exceptions(self) -> Iterator[None]:
-        """Makes an exception part of the record."""
+        """Context that records an exception instead of raising it."""
         with self.recorder.record_exceptions():
             yield

@@ -1,7 +1,7 @@
-"""Checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
+"""Checkpoint that a case loads: the state of another run of the same scenario after two training steps.
 
-Its contents are taken with the reference, without any method under test. If other processes save it, they save it as
-frameworks do, and also leave its contents and the outcome of their next step.
+The contents of the checkpoint are read like the reference, without any method under test. If other processes save the
+checkpoint, they save it as frameworks do, and also write the contents and the outcome of their next step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ _DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 class Checkpoint:
     """State of a run between two steps. Tensors are on the host.
 
-    weights: the tensors of the state dict, under all names. tied_names: the names that are not a parameter's first name
-    missing_key: the name that is left out of the checkpoint ``missing-key``
-    moments: the optimizer's state by ``<parameter>.<state>``, unsharded. options: the options of the one param group
-    raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's position in its batches
-    went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches
-    directory: the files as frameworks save them; None if no other process saved the checkpoint
+    weights: the tensors of the state dict, under all names.
+    tied_names: the names that are not a parameter's first name.
+    missing_key: the name that is left out of the checkpoint ``missing-key``.
+    moments: the optimizer's state by ``<parameter>.<state>``, unsharded.
+    options: the options of the only param group.
+    raw_optimizer: this rank's ``optimizer.state_dict()``.
+    data_position: this rank's position in its batches.
+    went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches.
+    directory: the directory with the files that frameworks save; None if no other process saved the checkpoint.
     """
 
     weights: Full
@@ -101,11 +104,11 @@ def decides_bits(offload: Offload) -> bool:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Trains the source of a scenario for three steps.
+    """Trains the source of a scenario for three steps, and returns its state after the second step.
 
-    Returns the run's state after the second. Every rank must call it.
+    Every rank must call it.
 
-    save: called after the second step, too.
+    save: a function that is also called after the second step.
     """
     start = Start(same_batches=_needs_same_batches(scenario), saves=scenario.checkpoint is CheckpointFit.OTHER_WORLD)
     trainer = Trainer(find_source(scenario), runtime, start=start)
@@ -140,7 +143,7 @@ def _copy_as_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns the directory in which processes that save the checkpoint of a scenario leave it."""
+    """Returns the directory into which processes save the checkpoint of a scenario."""
     return scratch / "saved" / f"{find_source(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
 
 
@@ -239,8 +242,8 @@ def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[st
 
 
 def start_of(scenario: Scenario) -> Start:
-    """Returns the start of a trainer before a load: other weights, or none yet, and other options than the saved
-    run.
+    """Returns the start of a trainer before a load: its weights are others or not made yet, and its options differ from
+    the saved run's.
     """
     return Start(
         weights="meta" if scenario.init.is_meta else "other",
@@ -285,8 +288,8 @@ class SavedCheckpoints:
     def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
         """Returns the outcome that the step after a load must have.
 
-        It is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks saved
-        the run, it is that of a model into which the same state is written by hand.
+        This is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks
+        saved the run, it is the outcome of a model into which the same state is written by hand.
         """
         checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"
@@ -322,10 +325,13 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 class CheckpointForms:
-    """Brings a checkpoint into the form that a method needs, by hand if torch's function for it is under test.
+    """Brings a checkpoint into the form that a method needs. If torch's function for this form is under test, this is
+    done by hand.
 
-    Every rank must call the methods in the same order. directory: a path that does not exist yet. files: the files that
-    save_pretrained wrote; None for other checkpoints.
+    Every rank must call the methods in the same order.
+
+    directory: a path that does not exist yet.
+    files: the files that save_pretrained wrote; None for other checkpoints.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
@@ -373,7 +379,7 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
-        """Maps the name of each entry to the tensor whose sharding it takes.
+        """Maps the name of each entry to the tensor like which the entry is to be sharded.
 
         The tensor is None for parameters that FSDP1 shards by their first dim.
         """

@@ -62,7 +62,7 @@ class ConsumerError(RuntimeError):
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
     """Calls the method, and passes its result to the consumer.
 
-    note: called with problems that are found while the result is consumed.
+    note: a function that is called with problems that are found while the result is consumed.
     """
     pull = functools.partial(function, given)
     match consumer:
@@ -109,7 +109,7 @@ def _sends() -> bool:
 
 
 class _Delivery:
-    """Delivery of one weight sync by rank 0: the tensors that it sends, and those that the receiver has in the end."""
+    """Delivery of one weight sync by rank 0: the sent tensors, and the tensors that the receiver has at the end."""
 
     def __init__(self, note: _Note) -> None:
         self._note = note
@@ -132,7 +132,7 @@ class _Delivery:
             self._note("wrong", f"the receiver refuses what is sent: {refusal}")
 
     def take(self) -> _Entries:
-        """Yields the receiver's tensors, each on the device of the tensor that was sent; nothing on another rank."""
+        """Yields the receiver's tensors, each on the device of the sent tensor; yields nothing on other ranks."""
         if _sends():
             for name, tensor in start_receiver().take().items():
                 yield name, tensor.to(self._devices[name])
@@ -191,9 +191,9 @@ class _Wire:
             del tensor
 
     def broadcast(self, buffer: torch.Tensor, src: int) -> None:
-        """Sends a buffer with all entries that were pulled since the last one.
+        """Sends a buffer with all entries that were pulled since the previous buffer.
 
-        The sender has waited for the stream of the last buffer but one.
+        At this call the sender has waited for the stream of the buffer before the previous one.
         """
         del src
         if len(self._in_flight) == _NUM_BUFFERS:
@@ -324,7 +324,7 @@ def _overwrite(entries: _Entries) -> _Entries:
 
 
 def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
-    """Reads the entries of a first call after those of a second call, which are overwritten.
+    """Reads the entries of a first call after a second call whose entries were overwritten.
 
     The entries of the two calls must share no memory.
     """
@@ -346,7 +346,7 @@ def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Not
 
 
 def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
-    """Reads the resources that the process uses.
+    """Reads the amounts of resources that the process uses.
 
     num_read: the number of earlier calls, each of which made a stream.
     """

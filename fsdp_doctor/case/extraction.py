@@ -41,9 +41,11 @@ _RELEASE_SECONDS = 0.5
 
 
 class ExtractionCheck:
-    """Runs a method that extracts from a model, and records what it yields, keeps and changes.
+    """Runs a method that extracts from a model, and records the yielded entries, kept memory and changes.
 
-    Create it when the model is in the state in which the method will run. truth: the model's weights in that state.
+    Create the check when the model is in the state in which the method will run.
+
+    truth: the model's weights in that state.
     watches_state: whether memory and model may be inspected now; inspecting waits for copies in flight.
     """
 
@@ -89,14 +91,15 @@ class ExtractionCheck:
         measured: contextlib.AbstractContextManager[None] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Makes ``call`` run the method, and verifies the method's result.
+        """Runs the method by ``call``, and verifies the method's result.
 
+        call: a function that runs the method and returns its result.
         live_tensors: ids of the tensors that stay alive in any case, so that yielding one keeps no more memory alive.
-        offloaded_bytes: size of the shards that the method promises to move off the device before it yields.
-        owned: whether only ``call`` holds the result, so that the result's memory can be measured.
+        offloaded_bytes: the size of the shards that the method promises to move off the device before it yields.
+        owned: whether only ``call`` refers to the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
         measured: a context that is entered while the method runs.
-        ended: called when the method has ended, before the memory that it leaves is inspected.
+        ended: a function that is called when the method has ended, before the memory that it leaves is inspected.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
@@ -118,10 +121,9 @@ class ExtractionCheck:
         keeps: bool,
         ended: Callable[[], None],
     ) -> None:
-        """Runs the method, reads each entry when it comes, verifies the entries, then looks for memory that was not
-        released.
+        """Runs the method, reads and verifies each entry as it comes, and then looks for memory that was not released.
 
-        Nothing waits for the device before the method has ended, as in a framework that sends entries on: a wait would
+        Nothing waits for the device before the method has ended, as in a framework that sends the entries: a wait would
         hide races by ordering work that the method leaves unordered.
         """
         recorder, runtime = self._recorder, self._runtime
@@ -247,8 +249,8 @@ class ExtractionSteps(MatrixSteps):
     def is_reusable(self, trainer: Trainer) -> bool:
         """Returns whether the trainer can serve the next case after its step.
 
-        A trained trainer can. A fresh trainer is no longer fresh, and a trainer that could not continue after a step
-        that raised stays as it is.
+        A trained trainer can, unless it could not continue after a step that raised. A fresh trainer is no longer
+        fresh.
         """
         return self.scenario.phase.is_trained and self._goes_on
 
@@ -263,7 +265,7 @@ class ExtractionSteps(MatrixSteps):
         return iter(())
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to the state in which the case found it."""
+        """Restores the trainer to the state at the beginning of the case."""
         if not self._runtime.with_ledgers:
             self._next_steps.take_back(trainer)
 
@@ -329,7 +331,7 @@ class ExtractionSteps(MatrixSteps):
 
     def train_within(self, trainer: Trainer) -> None:
         if self.scenario.phase is not Phase.TRAINED:
-            raise Unsupported("a method can have a step trained only after steps, the last of which came to its end")
+            raise Unsupported("a method can train a step only after other steps, the last of which finished")
         self._moment = Moment(trainer)
         # The job is not in the context in which it called the method.
         with torch.inference_mode(False), torch.enable_grad():
@@ -338,7 +340,7 @@ class ExtractionSteps(MatrixSteps):
         self.check_trained(trainer, 0)
 
     def _take_step_back(self, trainer: Trainer) -> None:
-        """Takes the trainer back to the state at the method's call, if the method has trained a step."""
+        """Restores the trainer to its state before the method, if the method has trained a step."""
         if self._moment is not None:
             self._moment.restore(trainer)
             self._moment = None
@@ -373,7 +375,7 @@ class ExtractionSteps(MatrixSteps):
             self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
 
     def calls_again(self) -> bool:
-        """Returns whether the user's function is called once more. A case whose memory is measured has one call."""
+        """Returns whether the user's function is called a second time. A case whose memory is measured has one call."""
         return is_user_method(self.method.name) and not self._runtime.with_ledgers
 
 

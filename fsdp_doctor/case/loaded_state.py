@@ -21,10 +21,11 @@ _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about a parameter or buffer before the load, which may change only its values.
+    """Facts about a parameter or buffer before a load. The load may change only the values.
 
-    pinned: False if copies are in flight, since these leave shards pinned that no policy pins. values: this rank's
-    part, on the host; None on the meta device, or if copies are in flight.
+    pinned: whether the shard is pinned; False if copies are in flight, because copies in flight leave shards pinned
+        without a policy.
+    values: this rank's part, on the host; None on the meta device, or if copies are in flight.
     """
 
     device: torch.device
@@ -36,16 +37,17 @@ class _Facts:
 
 
 class LoadedState:
-    """State of a model before a load, compared with its state after it; local to a rank.
+    """State of a model before a load, compared with its state after the load; local to a rank.
 
-    Create it just before the load, and call :meth:`list_problems` just after it.
+    Create it just before the load, and call :meth:`list_problems` just after the load.
 
-    right: the values that the model must have, unsharded
-    device: the compute device. on_host: the parameters on the meta device whose shards belong on the host
-    pins: whether a torch offload policy may pin shards
-    buffers: the values of buffers that no state dict has
-    left_alone: the name of a tensor that the load must not change
-    watches: whether the earlier values may be read now, which waits for copies in flight
+    right: the values that the model must have, unsharded.
+    device: the compute device.
+    on_host: the parameters on the meta device whose shards belong on the host.
+    pins: whether a torch offload policy may pin shards.
+    buffers: the values of the non-persistent buffers, which no state dict contains.
+    left_alone: the name of a tensor that the load must not change.
+    watches: whether the earlier values may be read now, which waits for copies in flight.
     """
 
     def __init__(
@@ -182,9 +184,9 @@ class LoadedState:
         return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
-        """Checks that a buffer which no state dict has keeps its values and dtype, on its device or the compute device.
+        """Checks that a non-persistent buffer keeps its values and dtype, and is on its device or the compute device.
 
-        A buffer that was on the meta device must be given its values.
+        A buffer that was on the meta device must get its values.
         """
         if buffer.is_meta:
             self._findings.note("incomplete", "still on the meta device, a buffer that no state dict has", name)

@@ -118,9 +118,10 @@ class LoadingSteps(MatrixSteps):
             )
 
     def recover(self, trainer: Trainer) -> bool:
-        """Returns whether the job trains on; it does not if the load was refused because FSDP1's backward had raised.
+        """Returns whether the job trains on.
 
-        After a load nothing else is done: a model that has been loaded must be able to train.
+        It does not if the load was refused because FSDP1's backward had raised. After a load nothing else is done,
+        because a loaded model must be able to train.
         """
         return not self._recorder.record.refusal or not self.scenario.checkpoint.must_load
 
@@ -161,7 +162,7 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """True if the model may be read; reading waits for copies in flight, which would hide races."""
+        """True if the model may be read. Reading waits for copies in flight, which would hide races."""
         return self.scenario.transfer.is_blocking
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:

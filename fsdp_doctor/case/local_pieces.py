@@ -1,6 +1,6 @@
 """Parts of each parameter, buffer and moment: the part on this rank, and the values that it should have.
 
-They are computed from placements and flat layouts only, on each rank by itself and without a collective.
+The parts are computed only from placements and flat layouts, on each rank separately and without a collective.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Full = Mapping[str, torch.Tensor]
 class LocalPiece:
     """Part of one tensor on this rank.
 
-    names: all names of a tied parameter; for a moment only ``<parameter>.<state>``
-    shown: the sharded tensor that the model or the optimizer has; FSDP1's may be unsharded
-    device: the device that it reports, or reported before it was unsharded
-    held: this rank's part in its present memory, which can be written
-    copies: other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard
+    names: all names of a tied parameter; for a moment only ``<parameter>.<state>``.
+    shown: the sharded tensor that the model or the optimizer has; a tensor of FSDP1 may be unsharded.
+    device: the device that the tensor reports, or reported before it was unsharded.
+    held: this rank's part in its present memory, which can be written.
+    copies: other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
     expected: the right values on the host, flat or of the part's shape; None if no unsharded tensor has any of these
-        names
+        names.
     """
 
     names: tuple[str, ...]
@@ -119,8 +119,9 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
 class _Place:
     """Place of one parameter in an FSDP1 unit.
 
-    index: the parameter's index in the unit. mine: the elements of the flat parameter that belong to the parameter and
-    are in this rank's shard. begin: the first of these elements in the shard.
+    index: the parameter's index in the unit.
+    mine: the elements of the flat parameter that belong to the parameter and are in this rank's shard.
+    begin: the first of these elements in the shard.
     """
 
     unit: Fsdp1Unit
@@ -168,7 +169,7 @@ def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiec
 def _read_state_in_unit(
     place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor
 ) -> LocalPiece | None:
-    """Returns the piece of a parameter's state: its stretch of the flat parameter's, or the original parameter's whole
+    """Returns the piece of a parameter's state: a range of the flat parameter's state, or the original parameter's
     state.
     """
     unit = place.unit

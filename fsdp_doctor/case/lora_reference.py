@@ -24,7 +24,9 @@ from fsdp_doctor.weights.fsdp import reader
 class Merged:
     """Merged weight.
 
-    exact: in float64. bound: the largest error of each element in ``dtype``, the weight's own dtype.
+    exact: the weight in float64.
+    bound: the largest possible error of each element in ``dtype``.
+    dtype: the dtype of the weight.
     """
 
     exact: torch.Tensor
@@ -42,7 +44,10 @@ class Merged:
 
 @dataclass(frozen=True)
 class RankPart:
-    """Part of a tensor on this rank, copied to the host, 1-D. merged: its values with the adapter added."""
+    """Part of a tensor on this rank, copied to the host, 1-D.
+
+    merged: the values of the part with the adapter added.
+    """
 
     values: torch.Tensor
     merged: Merged | None

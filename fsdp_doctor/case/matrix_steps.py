@@ -54,12 +54,12 @@ class MatrixSteps(CaseSteps[Trainer]):
 
     @property
     def state(self) -> Any:
-        """Checkpoint that the method is given, or None."""
+        """Checkpoint that the method is given; None for a method without a checkpoint."""
         return None
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """Buffers that no state dict has and that the method is given, by name, on the host."""
+        """Non-persistent buffers that the method is given, by name, on the host."""
         return {}
 
     def check_possible(self) -> None:
@@ -128,7 +128,8 @@ class MatrixSteps(CaseSteps[Trainer]):
     def _check_as_named(self, trainer: Trainer) -> None:
         """Raises NotAsNamed if the model is not built as the id of its scenario says.
 
-        Before a second call, the first call caused the mismatch, and it is noted as a problem.
+        Before a second call of the method, a mismatch comes from the first call, and is recorded as a problem of the
+        method.
         """
         device, ranks = self._runtime.device.type, self._runtime.world_size
         try:
@@ -160,7 +161,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         raise error
 
     def was_refused_everywhere(self, mine: bool) -> bool:
-        """Returns whether every rank refused. Every rank must call it.
+        """Returns whether every rank refused. Every rank must call this function.
 
         mine: whether this rank refused.
         """
@@ -180,7 +181,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         self.check_resumed(trainer)
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Prepares the optimizer of the next step, which usually is the optimizer that trained before."""
+        """Prepares the optimizer of the next step, which usually is the optimizer of the earlier steps."""
 
     def check_resumed(self, trainer: Trainer) -> None:
         """Checks that the next step starts from the right weights."""
@@ -199,9 +200,12 @@ def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runti
     if reason := explain_impossible(method, scenario):
         return reason
     if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
-        return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
+        return "the order of launches can be observed only on the emulated device with 2 ranks or more"
     if method.since and Version(torch.__version__) < Version(method.since):
-        return f"torch {torch.__version__} has no {method.name} as the case calls it; {method.since} and newer have"
+        return (
+            f"torch {torch.__version__} has no {method.name} with the arguments of this case; it needs torch "
+            f"{method.since} or newer"
+        )
     if method.on_accelerator and not runtime.has_accelerator:
         return f"{method.name} needs an accelerator"
     on_disk = method.name.startswith(("dcp", "save_full_tensors")) or method.contract.given in ("dcp", "rank_files")

@@ -65,7 +65,7 @@ def add_special_values(model: Any) -> None:
     """Gives a built-in model, in place, values that a copy can lose and a sum cannot show; it trains as before.
 
     -0.0 and a subnormal number are put into a neuron of each dense MLP whose output is zero, so that it has no
-    gradient. The rows of an untied embedding for which no batch asks (:func:`choose_token_range`) also get NaN and both
+    gradient. The rows of an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both
     infinities. The first and the last neurons and rows are used, so that several ranks have such values.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
@@ -219,7 +219,7 @@ def explain_unsupported(name: Model, *, fused: bool = False) -> str:
             extra = ": install fsdp-doctor[lora]" if package == "peft" else ""
             return f"a model {name} needs {package}, which is not installed{extra}"
     if fused and int(transformers.__version__.split(".")[0]) < 5:
-        return f"transformers {transformers.__version__} does not fuse experts; 5.0 and newer do"
+        return f"transformers {transformers.__version__} does not fuse experts, which needs transformers 5.0 or newer"
     if config and not hasattr(transformers, config):
         return f"transformers {transformers.__version__} has no {config}"
     return ""
@@ -260,7 +260,7 @@ def add_buffers(model: nn.Module, seed: int) -> None:
 
 
 def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that the model says must not be split: FSDP's units, as in verl."""
+    """Returns the modules of the classes in the model's ``_no_split_modules``: FSDP's units, as in verl."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -1,4 +1,4 @@
-"""Rehearses the next training steps of a scenario without a method, and takes a trainer back to its start."""
+"""Rehearses the next training steps of a scenario without a method, and restores the trainer to its earlier state."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class NextSteps:
         self._start: tuple[_Build, Moment] | None = None
 
     def rehearse(self, trainer: Trainer, num_steps: int) -> None:
-        """Trains the next steps and takes the trainer back, unless their outcomes are known.
+        """Trains the next steps and restores the trainer, unless the outcomes of these steps are known.
 
-        A trainer that has made no step cannot be taken back, so another one is built for the rehearsal.
+        A trainer without a step cannot be restored, so another trainer is built for the rehearsal.
         """
         if not trainer.num_steps:
             if (_name(trainer), num_steps) not in self._outcomes:
@@ -65,11 +65,11 @@ class NextSteps:
             moment.restore(trainer)
 
     def find_outcome(self, trainer: Trainer) -> StepOutcome:
-        """Returns the rehearsed outcome of the step that the trainer made last."""
+        """Returns the rehearsed outcome of the trainer's last step."""
         return self._outcomes[_name(trainer), trainer.num_steps]
 
     def take_back(self, trainer: Trainer) -> None:
-        """Takes a trainer back to the state in which its first case found it."""
+        """Restores a trainer to the state at the beginning of its first case."""
         if self._start is not None and self._start[0] == _name(trainer):
             self._start[1].restore(trainer)
 

@@ -67,8 +67,9 @@ def unstage(model: nn.Module, device: torch.device, offloaded: Collection[nn.Mod
     ``device``.
 
     A half-moved module can train again afterwards. The policy moves only parameters, so buffers that ``model.to`` moved
-    must be moved back. offloaded: the modules under the policy; the other units are moved to ``device``, outer ones
-    first.
+    must be moved back.
+
+    offloaded: the modules under the policy. The other units are moved to ``device``, outer ones first.
     """
     model.to("cpu")
     for module in model.modules():

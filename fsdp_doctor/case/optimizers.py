@@ -1,4 +1,4 @@
-"""Optimizers of the axis: how each is made, and the memory of its state."""
+"""Makes the optimizers of the axis ``optimizer``, and computes the memory of their state."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
     match kind:
         case Optimizer.MUON:
             is_there = hasattr(torch.optim, "Muon")
-            return "" if is_there else f"torch {torch.__version__} has no Muon; 2.9 and newer have"
+            return "" if is_there else f"torch {torch.__version__} has no Muon, which needs torch 2.9 or newer"
         case Optimizer.ADAMW_8BIT:
             is_there = importlib.util.find_spec("torchao") is not None
-            return "" if is_there else "AdamW8bit is torchao's, which is not installed"
+            return "" if is_there else "AdamW8bit needs torchao, which is not installed"
         case Optimizer.ADAMW_CAPTURABLE:
             return "" if has_accelerator else "a capturable AdamW needs an accelerator"
         case Optimizer.ADAMW | Optimizer.SGD | Optimizer.ADAFACTOR | Optimizer.ADAMW_FUSED | Optimizer.TENSOR_LR:
@@ -34,11 +34,12 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
 def make_optimizers(
     kind: Optimizer, model: nn.Module, *, foreach: bool | None, options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Makes the optimizer of the axis over the model's present parameters, and another for parameters that it cannot
+    """Makes the scenario's optimizer over the present parameters, and another optimizer for parameters that it cannot
     take.
 
-    foreach: for AdamW and SGD. options: options of the first optimizer, which all kinds have. The other optimizer has
-    the same options in every run.
+    foreach: the option of the same name, for AdamW and SGD.
+    options: options of the first optimizer, which every kind of optimizer accepts. The other optimizer has the same
+        options in every run.
     """
     parameters = list(model.parameters())
     match kind:
@@ -69,7 +70,10 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
     import torchao.optim
 
     class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
-        """Steps without torch.compile, which cannot compile for the emulated device. torch's setters also call it."""
+        """AdamW8bit whose step does not use torch.compile, which cannot compile for the emulated device.
+
+        torch's setters also call this step.
+        """
 
         def step(self, closure: Any = None) -> Any:
             with torch.compiler.set_stance("force_eager"):

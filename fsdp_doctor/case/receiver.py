@@ -52,8 +52,8 @@ class TensorHeader:
 class SentBucket:
     """Bucket in the form in which it is sent.
 
-    buffer: the tensors one after the other, as a 1-D uint8 tensor on the host. seconds: how long the receiver waits
-    before it answers.
+    buffer: the tensors one after the other, as a 1-D uint8 tensor on the host.
+    seconds: the time that the receiver waits before it answers.
     """
 
     buffer: torch.Tensor
@@ -65,7 +65,8 @@ class SentBucket:
 class _Broadcast:
     """Tensor that comes through a collective of an emulated device.
 
-    index: the index of the receiver's device. directory: the directory in which the order of launches is noted.
+    index: the index of the receiver's device.
+    directory: the directory in which the order of launches is noted.
     """
 
     header: TensorHeader
@@ -135,7 +136,7 @@ class Receiver:
         return weights
 
     def end(self) -> None:
-        """Ends the receiver without an answer; the next :func:`start_receiver` starts another one."""
+        """Ends the receiver without an answer; the next :func:`start_receiver` starts a new receiver."""
         self._group.send("end", _SENDER)
         self._process.communicate()
         start_receiver.cache_clear()
@@ -161,7 +162,7 @@ class _Arrivals:
         self.num_broadcasts = 0
 
     def keep(self, bucket: SentBucket) -> str:
-        """Keeps the tensors of a bucket. Returns why the bucket is refused; empty if it is not."""
+        """Keeps the tensors of a bucket. Returns the reason if the bucket is refused; empty otherwise."""
         sizes = [header.nbytes for header in bucket.headers]
         if len(bucket.buffer) != sum(sizes):
             return f"{len(bucket.buffer)} of {sum(sizes)} bytes of a bucket arrived"

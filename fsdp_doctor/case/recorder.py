@@ -1,4 +1,4 @@
-"""Record of one case on one rank: it is reported at each stage, includes exceptions, and the ranks agree on its end."""
+"""Record of one case on one rank, reported at each stage. It includes exceptions, and the ranks agree on its end."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class _RankState(NamedTuple):
 class SharedOutcome:
     """Outcome of a call of the method, over all ranks.
 
-    works: all ranks ended in the same way, and a collective over the model's process group works. poisoned: the
-    training state of some rank was changed. sound: no rank found anything worse than a leak.
+    works: whether all ranks ended in the same way, and a collective over the model's process group works.
+    poisoned: whether the training state of some rank was changed.
+    sound: whether no rank found anything worse than a leak.
     """
 
     works: bool = False
@@ -72,8 +73,8 @@ class Recorder:
     def switch(self, stage: Stage) -> None:
         """Begins a stage without reporting it.
 
-        In the doctor's stages torch's functions are the originals; in the other stages they are the method's
-        replacements, if it made any.
+        In the doctor's own stages torch's functions are the originals. In other stages they are the method's
+        replacements, if the method replaced any.
         """
         if stage in OWN_STAGES or stage == "agree":
             self._torch_functions.restore()

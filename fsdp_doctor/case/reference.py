@@ -34,12 +34,12 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 class Reference:
     """Values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
 
-    full: the tensors of the state dict, under all names, tied names sharing one tensor; for 4-bit codes, the weights
-        that they stand for.
+    full: the tensors of the state dict, under all names. Tied names share one tensor. For 4-bit codes, the weights that
+        the codes stand for.
     codes: the joined 4-bit codes of those weights, by name.
     parameters: the first name of each parameter.
     buffer_names: the names of the persistent buffers.
-    local: this rank's shard of each tensor that is in no FSDP1 unit, under its first name.
+    local: this rank's shard of each tensor that is in no FSDP1 unit, under the tensor's first name.
     flat: this rank's shard of each FSDP1 unit without its padding, under the flat parameter's name.
     optimizer: every state of every parameter, unsharded, under ``<parameter>.<state>``.
     """
@@ -224,7 +224,7 @@ def _make_stitcher(
 
 
 def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
-    """Selects the pieces of the ranks over which the unit is sharded; only this rank's if it is not sharded."""
+    """Selects the pieces of the ranks over which the unit is sharded; for an unsharded unit, only this rank's piece."""
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
@@ -270,7 +270,9 @@ def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
 def _gather_batch(
     tensors: list[torch.Tensor], sizes: list[list[int]], runtime: Runtime
 ) -> Iterator[list[torch.Tensor]]:
-    """Gathers the bytes of all the tensors in one collective, each rank's padded to the longest rank's."""
+    """Gathers the bytes of all the tensors in one collective. Each rank's bytes are padded to the length of the
+    longest.
+    """
     padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
     torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors], out=padded[: sum(sizes[runtime.rank])])
     everyone = [torch.empty_like(padded) for _ in range(runtime.world_size)]

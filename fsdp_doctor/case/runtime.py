@@ -31,11 +31,11 @@ _CU_CTX_SCHED_BLOCKING_SYNC = 4
 class Runtime:
     """Device, process groups and limits of one rank, for all cases that it runs.
 
-    control: a gloo group of all ranks, apart from the groups that the model uses; the reference is joined over it, and
-        the ranks agree over it.
+    control: a gloo group of all ranks, apart from the groups that the model uses. The reference is joined over this
+        group, and the ranks agree over it.
     scratch: a directory that this run may write to, the same on every rank.
-    training: the size of the scenarios' steps.
-    with_ledgers: whether the memory of their stages is measured.
+    training: the size of the scenarios' training steps.
+    with_ledgers: whether the memory of each stage is measured.
     """
 
     rank: int
@@ -177,8 +177,9 @@ def make_for_present_group(
 def wait_for_cuda_without_spinning(index: int) -> None:
     """Makes CUDA block a thread that waits for the device; by default the thread spins.
 
-    A worker that waits for a collective that never ends can then be told from one that works. It is a flag of the CUDA
-    context, so it must be set before the context is made; torch has no function for it. ROCm has no such library.
+    A worker that waits for a collective that never ends can then be told apart from a worker that computes. The setting
+    is a flag of the CUDA context, so it must be set before the context is made; torch has no function for it. ROCm has
+    no such library.
     """
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")

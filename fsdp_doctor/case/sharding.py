@@ -100,7 +100,7 @@ def shard_fsdp2(
 
 
 def explain_no_offload(offload: Offload) -> str:
-    """Explains why the installed torch has no such offload; empty if it has."""
+    """Explains why the installed torch does not support the offload; empty if it does."""
     match offload.way:
         case OffloadWay.BY_PHASE if "offload_after_backward" not in inspect.signature(CPUOffloadPolicy).parameters:
             return f"the CPUOffloadPolicy of torch {torch.__version__} has no phases (pytorch#192441)"
@@ -126,11 +126,12 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
-    """Keeps only this rank's part of the experts (fused, as in transformers 5), and makes the rank compute with it
-    alone.
+    """Keeps only this rank's part of the fused experts, and makes the rank compute only with this part.
 
-    The ranks of the mesh, which must be given the same tokens, add up the outputs of their experts. hidden: the part is
-    a plain parameter; otherwise it is a DTensor.
+    The experts are fused as in transformers 5. All ranks of the mesh must be given the same tokens; they add up the
+    outputs of their experts.
+
+    hidden: whether the part is a plain parameter; otherwise it is a DTensor.
     """
     for name, full in list(module.named_parameters()):
         part = full.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
@@ -210,7 +211,8 @@ def shard_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wraps each decoder layer and the root. Every rank must call it.
 
-    mesh: None for one group of all ranks. compute_dtype: the dtype of mixed precision; None for no mixed precision.
+    mesh: None for one group of all ranks.
+    compute_dtype: the dtype of mixed precision; None for no mixed precision.
     """
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     mixed_precision = None
@@ -241,8 +243,9 @@ def _are_all_trained(model: nn.Module) -> bool:
 def _wrap_policy(model: nn.Module, offloaded: tuple[nn.Module, ...]) -> Any:
     """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each trained leaf.
 
-    verl wraps trained leaves for LoRA, since a flat parameter is trained as a whole or not at all. offloaded: the units
-    under CPUOffload, with all modules below them.
+    verl wraps trained leaves for LoRA, since a flat parameter is trained as a whole or not at all.
+
+    offloaded: the units under CPUOffload, with all modules below them.
     """
     layer_classes = {type(layer) for layer in models.find_decoder_layers(model)}
     if _are_all_trained(model) and not offloaded:

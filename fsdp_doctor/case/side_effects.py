@@ -1,8 +1,8 @@
-"""Undoes a method's changes to the process outside of its model, or says that no other case may run in the process.
+"""Undoes a method's changes to the process outside of its model, or reports that no other case may run in the process.
 
-If a method that extracts changes settings on which a training step depends, this decides a verdict: the settings belong
-to the whole job, even if the small models here do not use them. A case is judged with all changes of its method in
-place.
+If a method that extracts changes settings on which a training step depends, this decides the verdict: the settings
+belong to the whole job, even if the small models here do not use them. A case is judged while all changes of its method
+are in place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_torch_functions() -> TorchFunctions:
 
 
 class TorchFunctions:
-    """Original torch functions and methods that the doctor uses, as they are when the object is made."""
+    """Original torch functions and methods that the doctor uses, as they were when this object was made."""
 
     def __init__(self) -> None:
         self._original = _take_snapshots()
@@ -89,7 +89,7 @@ def _take_snapshots() -> list[_Snapshot]:
 
 
 class _LastSnapshots:
-    """Snapshots that are taken again only if a function has changed since, because comparing costs much less."""
+    """Snapshots that are taken again only if a function has changed since, because a comparison costs much less."""
 
     def __init__(self) -> None:
         self._last = _take_snapshots()
@@ -143,7 +143,8 @@ class SideEffects:
         ]
 
     def undo(self) -> str:
-        """Undoes the changes since :meth:`look_before`. Describes those that cannot be undone; empty if there are none.
+        """Undoes the changes since :meth:`look_before`, and describes the changes that cannot be undone; empty if there
+        are none.
 
         Does nothing in a case whose method was not called.
         """
@@ -167,7 +168,8 @@ class SideEffects:
 class _Setting:
     """Setting of the process.
 
-    write: None if it cannot be set back. trains: whether a training step depends on it.
+    write: the function that sets it; None if it cannot be set back.
+    trains: whether a training step depends on it.
     """
 
     name: str
@@ -200,7 +202,9 @@ class _Setting:
 
 
 def _list_settings(device: torch.device) -> Iterator[_Setting]:
-    """Lists the settings in the order in which they are restored; those that affect how tensors are made come first."""
+    """Lists the settings in the order in which they are restored, beginning with those that affect how tensors are
+    made.
+    """
     yield _Setting(
         "torch's functions",
         _LastSnapshots().read,

@@ -29,9 +29,11 @@ from fsdp_doctor.weights.fsdp import private
 class Start:
     """Start of a trainer.
 
-    weights: the weights with which the model is built. options: options of the optimizer. same_batches: whether every
-    rank trains on the batches of rank 0. saves: whether the trained model is saved for another number of ranks; there
-    may then be too few ranks for two dims of a mesh, so that one dim has one rank.
+    weights: the weights with which the model is built.
+    options: options of the optimizer.
+    same_batches: whether every rank trains on the batches of rank 0.
+    saves: whether the trained model is saved for another number of ranks. There may be too few ranks for a mesh with
+        two dims in this case, so one dim has only one rank.
     """
 
     weights: models.Weights = "own"
@@ -65,8 +67,10 @@ class StepRaised(Exception):
 class Trainer:
     """Sharded model with its optimizer, in the state between two training steps.
 
+    Every rank must call every method that is not a property.
+
     names_on_host: the parameters that were sharded under an offload policy, which keeps them on the host between steps.
-    watch: measures the memory of the trainer's stages. Every rank must call every method that is not a property.
+    watch: the object that measures the memory of the trainer's stages.
     """
 
     watch = Unwatched()
@@ -130,7 +134,7 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the scenario's optimizer over the model's present parameters.
 
-        Parameters that it does not take get another optimizer, without state.
+        Parameters that this optimizer cannot take get another optimizer, without state.
         """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
@@ -145,7 +149,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Optimizer of the scenario, and the optimizer of the parameters that it does not take."""
+        """Optimizer of the scenario and, if it cannot take all parameters, the optimizer of the other parameters."""
         return (self.optimizer, *self._others)
 
     def read_data_position(self) -> torch.Tensor:
@@ -159,7 +163,7 @@ class Trainer:
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
         """Runs forward, backward and the optimizer's step. Parameters and optimizer state must be loaded.
 
-        after_forward: called between the first forward and its backward.
+        after_forward: a function that is called between the first forward and its backward.
         """
         loss = self._compute_loss()
         after_forward()
@@ -184,9 +188,9 @@ class Trainer:
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     def interrupt_step(self) -> None:
-        """Runs the step that raises before the method, if the scenario has one, and catches the error as a job does.
+        """Runs a step that raises before the method, if the scenario has one, and catches the error as a job does.
 
-        It takes no batch, so the next step has the same batch as without the interrupted step.
+        The interrupted step takes no batch, so the next step has the same batch as without it.
         """
         raised = self.scenario.phase.raised
         if raised is None:
@@ -204,7 +208,7 @@ class Trainer:
         hook = layer.register_forward_hook(fail if raised == "forward" else fail_in_backward)
         with contextlib.suppress(StepRaised):
             self.step()
-            raise AssertionError(f"a step whose {raised} raises came to its end")
+            raise AssertionError(f"a step finished, although its {raised} should have raised")
         hook.remove()
         # While the modules show what they computed with: a state dict would reshard them, and its gradients would stay.
         self.model.zero_grad()
@@ -212,9 +216,10 @@ class Trainer:
         self.seek(position)
 
     def recover(self) -> bool:
-        """Recovers after a step that raised, with torch's own means. Returns whether the next step will be right.
+        """Recovers after a step that raised, by torch's own means. Returns whether the next step will be right.
 
-        FSDP2: ``reset_iter_state``, which torch 2.13 and newer has. FSDP1: a step whose gradients are dropped.
+        For FSDP2 this is ``reset_iter_state``, which torch has from 2.13 on; for FSDP1, a step whose gradients are
+        dropped.
         """
         raised = self.scenario.phase.raised
         if raised is None:
@@ -252,7 +257,7 @@ class Trainer:
         self._staged = True
 
     def resume(self, *, undo_staging: bool = False) -> None:
-        """Does what verl does between the extraction and the next training step.
+        """Performs the actions of verl between the extraction and the next training step.
 
         undo_staging: whether to move a module that was staged under CPUOffloadPolicy back to the CPU, where torch
         expects its shards; verl before PR 6463 did not.
@@ -297,8 +302,8 @@ class Trainer:
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Returns the number of the batches on which the rank trains; tensor- and expert-parallel neighbours have
-    the same.
+    """Returns the number of the batches on which the rank trains. Tensor- and expert-parallel neighbours have the same
+    number.
     """
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank
@@ -312,7 +317,7 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) ->
     if scenario.version == 2 and not runtime.has_accelerator and not hasattr(torch.cpu.Stream, "record_event"):
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
     if scenario.sharding in (Sharding.EXPERTS, Sharding.REPLICATE) and not private.has_placements_on_meshes():
-        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
+        return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}, which needs torch 2.12 or newer"
     by_two = scenario.sharding in (Sharding.HSDP, Sharding.TP) or scenario.sharding.divides_experts
     if by_two and not saves and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"

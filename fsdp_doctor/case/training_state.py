@@ -1,7 +1,7 @@
 """Digests of the state from which a training step starts, and of its outcome, to compare two moments or two runs.
 
-They are local to a rank and need no collective, except that every rank must train. Shards are read where they lie,
-half-moved or not.
+Digests are local to a rank and need no collective, except that every rank must train. Shards are read from their
+present memory, half-moved or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from fsdp_doctor.weights.fsdp import private, reader
 class StateDigest:
     """Digest of the state from which a training step starts.
 
-    parts: digests of all parts of that state. unsharded: the parameters that FSDP2 has unsharded.
+    parts: digests of all parts of that state.
+    unsharded: the parameters that FSDP2 has unsharded.
     """
 
     parts: dict[str, tuple[str, ...]]
@@ -39,7 +40,7 @@ class StateDigest:
 class _StateTensor:
     """Tensor of the model or the optimizer, and this rank's part of it.
 
-    keeps_gradient: whether its gradient survives zero_grad(), and so means nothing.
+    keeps_gradient: whether the tensor's gradient survives zero_grad(), so that the gradient is not compared.
     """
 
     name: str
@@ -51,9 +52,9 @@ class _StateTensor:
 def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Digests the training state of this rank.
 
-    The state is: shards, buffers and their placements; which parameters train and have gradients; the optimizer's
-    state, options and parameters; train or eval mode; the reduction of gradients; the mixed precision and the offload
-    policy; hooks; and forwards that replace those of the classes.
+    The training state consists of shards, buffers and their placements; which parameters train and have gradients; the
+    optimizer's state, options and parameters; train or eval mode; the reduction of gradients; the mixed precision and
+    the offload policy; hooks; and forwards that replace the forwards of the classes.
     """
     contents = reader.read(model)
     states = [
@@ -152,7 +153,7 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
 
 
 def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Lists a module's hooks by torch's numbers, and the forward that replaces its class's, if any."""
+    """Lists a module's hooks by torch's numbers, and the forward that replaces the class's forward, if there is one."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
@@ -198,7 +199,7 @@ def train_one_step(trainer: Trainer) -> list[str]:
 
 
 def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
-    """Digests the outcome of a step, and which parameters FSDP kept unsharded.
+    """Digests the outcome of a step, and the names of the parameters that FSDP kept unsharded.
 
     unsharded: the result of :func:`train_one_step`.
     """

@@ -30,14 +30,14 @@ YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local s
 class YieldedEntry:
     """Entry that a method yielded: its type, its place, and its data on the host.
 
-    shape: the shape of the whole tensor
-    data: for a sharded entry this rank's part; None for an entry that is no tensor
-    type_name: the type of an entry that is neither a tensor nor a (shape, dtype) pair
+    shape: the shape of the whole tensor.
+    data: the data; for a sharded entry, this rank's part; None for an entry that is not a tensor.
+    type_name: the type of an entry that is neither a tensor nor a (shape, dtype) pair.
     local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, and its
-        placements
-    is_freed: whether the memory of its data was freed, so that nothing can be read
-    rank_part, num_elements: for a ShardedTensor, this rank's part, and the number of elements of all shards
-    place: the place of a local shard
+        placements.
+    is_freed: whether the memory of the data was freed, so that nothing can be read.
+    rank_part, num_elements: for a ShardedTensor, this rank's part, and the number of elements of all shards.
+    place: the place of a local shard.
     """
 
     name: str
@@ -94,10 +94,12 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
-    """Reads one entry. Its data is complete on the host once the device has been waited for.
+    """Reads one entry. Its data is complete on the host after a wait for the device.
 
-    An exception of the read counts as the method's. waits: whether the host waits for the copy, which then needs no
-    pinned memory; for a case whose memory is measured.
+    An exception during the read counts as the method's exception.
+
+    waits: whether the host waits for the copy, which then needs no pinned memory. This is for a case whose memory is
+    measured.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor
@@ -173,10 +175,12 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 
 
 def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
-    """Copies the tensor's data; None for a tensor on the meta device, and if the memory was freed.
+    """Copies the tensor's data; returns None for a tensor on the meta device, and if the memory was freed.
 
-    The copy is complete once the device has been waited for. It is issued on the current stream and waits for nothing
-    else, because a host that waits would order later work on other streams. With ``waits`` the host waits all the same.
+    The copy is complete after a wait for the device. It is issued on the current stream and waits for nothing else,
+    because a host that waits would order later work on other streams.
+
+    waits: whether the host waits nevertheless.
     """
     if tensor.is_meta or _is_freed(tensor):
         return None
@@ -191,7 +195,7 @@ def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     """Yields the (name, value) pairs of a method's result: a mapping, or any iterable of pairs.
 
-    An entry is released before the next one is asked for, so that a streamed tensor is not in memory twice.
+    An entry is released before the next entry is requested, so that a streamed tensor is not in memory twice.
     """
     if isinstance(result, Mapping):
         result = result.items()

@@ -1,4 +1,4 @@
-"""Copies the bytes of tensors from a checkpoint to the files of a layout, and reads back what was written."""
+"""Copies the bytes of tensors from a checkpoint to the files of a layout, and reads the written bytes back."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def read_metadata(file: OpenFile) -> Metadata:
 
 def _interpret(value: Any) -> Metadata:
     if not isinstance(value, Pickled) or value.name != "Metadata":
-        raise BadFile("is no metadata of a distributed checkpoint")
+        raise BadFile("is not the metadata of a distributed checkpoint")
     places = {}
     for index, info in value.get("storage_data").items():
         offsets = index.get("offset")

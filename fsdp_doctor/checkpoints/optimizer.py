@@ -28,7 +28,7 @@ class ParameterOrder(NamedTuple):
     """Order of a model's parameters, as in ``named_parameters``.
 
     ``decayed`` are the parameters that get weight decay in Trainer, which puts them in its first group and all others
-    in its second. It is None if transformers' Trainer is not installed.
+    in the second group. It is None if transformers' Trainer is not installed.
     """
 
     names: tuple[str, ...]

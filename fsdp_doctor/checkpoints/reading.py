@@ -58,8 +58,8 @@ def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpo
 
     No tensor data is read. Problems are recorded as symptoms instead of being raised.
 
-    ``part`` chooses the part of the file that is treated as the model. It is the path of keys to that part, or only the
-    last of them, such as ``ema``.
+    ``part`` chooses the part of the file that is treated as the model: the keys that lead to the part, or only the last
+    key, such as ``ema``.
     """
     is_one_file = not path.is_dir() and not dcp.METADATA.fullmatch(path.name)
     found = SavedCheckpoint(path if path.is_dir() else path.parent, is_one_file)
@@ -683,7 +683,9 @@ def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Groups files that belong together: those that one index names, and the rest by the common stem of their names."""
+    """Groups files that belong together: the files that one index names, and the other files by the common stem of
+    their names.
+    """
     stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
     groups: dict[str, list[str]] = {stem: [] for stem in indexes}
     for name in files:

@@ -330,7 +330,7 @@ def parse_file_rank(path: str) -> int | None:
 
 
 def name_for_rank(name: str, rank: int) -> str:
-    """Returns the name that another rank's file has, from the name of one rank's file."""
+    """Returns the name of the file of ``rank``, derived from the name of another rank's file."""
     found = RANK_FILE.fullmatch(name)
     assert found is not None
     begin, end = found.span("rank" if found["rank"] else "number")

@@ -1,7 +1,7 @@
 """Computes the CRC-32 of a tensor whose pieces several ranks write in any order.
 
 Without its initial and final inversion, a CRC is linear: the CRC of the whole is the XOR of the CRCs of its pieces,
-each padded with zeros in place of the other pieces. Zeros before a piece change nothing, and zeros after it amount to a
+each padded with zeros instead of the other pieces. Zeros before a piece change nothing, and zeros after it amount to a
 multiplication.
 """
 
@@ -30,7 +30,8 @@ def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> Line
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
     """Returns the linear CRC of the same bytes followed by ``nbytes`` zeros.
 
-    The XOR of a shifted ordinary CRC-32 and the CRC-32 of the next ``nbytes`` bytes is the CRC-32 of both together.
+    To get the CRC-32 of two parts together, shift the CRC-32 of the first part by the length of the second, and XOR it
+    with the CRC-32 of the second.
     """
     if nbytes <= len(_ZEROS):  # reading so few zeros is faster than multiplying
         return continue_linear_crc(_ZEROS[:nbytes], crc)

@@ -59,7 +59,7 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
 def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """Creates a new directory next to the target, and removes it at the end unless it was renamed to the target.
 
-    Also removes what a killed conversion left, and restores an older target that it had set aside.
+    Also removes the leftovers of a killed conversion, and restores an older target that it had set aside.
     """
     directory, old = _name_partial(target), _name_old(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _check_written_by_conversion(target: pathlib.Path) -> None:
 
 
 def _remove_leftover(path: pathlib.Path, *, is_partial: bool = False) -> None:
-    """Removes what a conversion left behind. Raises ConversionError if someone else may have written it."""
+    """Removes the leftovers of a conversion. Raises ConversionError if someone else may have written them."""
     if not _is_there(path):
         return
     if not is_partial or path.is_symlink() or not path.is_dir() or _read_record(path) is None:

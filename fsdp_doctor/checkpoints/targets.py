@@ -109,7 +109,9 @@ _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
 
 @dataclass(slots=True)
 class FilePlan:
-    """Plan of all files. ``slots`` holds, for each tensor, its ranges in byte order and where each is written."""
+    """Plan of all files. ``slots`` holds, for each tensor, its ranges in byte order and the place where each is
+    written.
+    """
 
     files: list[PlannedFile] = field(default_factory=list)
     slots: dict[int, tuple[TensorToWrite, list[Slot]]] = field(default_factory=dict)

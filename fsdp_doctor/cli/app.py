@@ -1,4 +1,4 @@
-"""The program: its commands, and how it ends. torch is imported only by what runs."""
+"""The program: its commands, and how it ends. Only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def version(
 
 
 def _find_importing_package(error: ImportError) -> str:
-    """The package that could not import something; empty if that was this program."""
+    """Returns the package that failed to import something; empty if it is this program."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package: str = frames[-1].f_globals.get("__name__", "").partition(".")[0]
     return "" if package == __package__.partition(".")[0] else package
 
 
 def main() -> None:
-    """The entry point: every way in which the program ends is one exit code and at most one sentence."""
+    """Runs the program. Every end of the program is one exit code and at most one sentence."""
     try:
         output.prepare_streams()
         try:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Runs the command. Under torchrun every rank comes here; in a probe, all but rank 0 follow rank 0."""
+    """Runs the command. Under torchrun every rank calls this; in a probe, the other ranks follow rank 0."""
     words = sys.argv[1:]
     asks_for_help = bool({"-h", "--help"} & set(words))
     if launch.is_rank_zero():

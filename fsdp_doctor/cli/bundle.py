@@ -1,4 +1,6 @@
-"""``fsdp-doctor bundle``, a bug report in one file, and ``fsdp-doctor env``, the facts about this machine in it."""
+"""``fsdp-doctor bundle``, which writes a bug report into one file, and ``fsdp-doctor env``, which describes the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def bundle(
 ) -> None:
     """Collect what a bug report needs into one file, without anything private.
 
-    With a COMMAND it runs it first. It keeps the output, the exit codes, and the stack of every rank if it hangs.
+    With a COMMAND, the command is run first. Its output and exit codes are kept, and every rank's stack if it hangs.
     """
     from fsdp_doctor import bundle
     from fsdp_doctor.check import check
@@ -95,7 +97,7 @@ def env(
 ) -> None:
     """Print the environment section of a report.
 
-    Works where torch cannot be imported, too.
+    This also works where torch cannot be imported.
     """
     from fsdp_doctor.machine.environment import collect, format_lines
 

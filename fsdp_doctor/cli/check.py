@@ -1,4 +1,4 @@
-"""``fsdp-doctor check``: what a training configuration amounts to."""
+"""``fsdp-doctor check``: finds known failures in a training configuration."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from fsdp_doctor.check.fix import Fix
 
 EXIT_CODES = (
-    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 the job is not "
-    "FSDP, or some settings could not be read; 4 the output cannot be written. With --probe, that of the probe."
+    "Exit codes: 0 nothing in the configuration is known to fail; 1 a known failure or a conflict; 2 usage; "
+    "3 the job is not FSDP, or some settings could not be read; 4 the output cannot be written. With "
+    "--probe: the exit code of the probe."
 )
 
 
@@ -28,36 +29,44 @@ def check(
     config: Annotated[
         list[str],
         typer.Argument(
-            help="YAML, JSON, TOML, a shell script that starts it, - for standard input, or an override a.b=value."
+            help=(
+                "YAML, JSON, TOML, a shell script that starts the training, - for standard input, or an override "
+                "a.b=value."
+            )
         ),
     ],
     framework_version: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="Of the framework, as 0.7.1, or main, or all.  [default: the one installed here, else all]",
+            help=(
+                "Version of the framework: for example 0.7.1, main, or all.  [default: the installed version, else all]"
+            ),
         ),
     ] = None,
     torch_version: Annotated[
         str | None,
         typer.Option(
-            metavar="VERSION", help="Of torch, as 2.9.1, or all.  [default: the one installed here, else all]"
+            metavar="VERSION",
+            help="Version of torch: for example 2.9.1, or all.  [default: the installed version, else all]",
         ),
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks, if the configuration does not say; --probe runs on as many."),
+        typer.Option(min=1, help="Number of ranks, if the configuration does not say. --probe uses this number."),
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Then run exactly those cases.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Then run exactly the cases that were found.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print the file with the one setting changed that mends it.")
+        bool, typer.Option("--fix", help="Print the file, with the one setting changed that removes the failure.")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --fix: write the file.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --fix: write the changed file instead of printing it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Check a training configuration for known failures, without a GPU.
 
-    Prints which cases of the matrix it amounts to, and what is known about them.
+    Prints the cases of the matrix to which the configuration corresponds, and what is known about them.
     """
     from fsdp_doctor import check
     from fsdp_doctor.check import presentation
@@ -89,7 +98,7 @@ def check(
 def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> None:
     """Prints or writes the changed file, and ends the command.
 
-    remedies: by entry of the catalogue, the whole remedy, of which the change of one setting may be a part.
+    remedies: the remedies by entry of the catalogue. The changed setting may be only a part of a remedy.
     """
     if fix is None:
         raise CannotRun("no change of a single setting in a file solves the problem; see the findings without --fix")

@@ -1,4 +1,4 @@
-"""``fsdp-doctor checkpoint``: whether a checkpoint is sound, how two of them differ, and fingerprints."""
+"""``fsdp-doctor checkpoint``: verifies, compares and converts checkpoints, and prints their fingerprints."""
 
 from __future__ import annotations
 
@@ -30,37 +30,49 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
-CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
+CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
-_DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
+_DTYPE: Any = typer.Option(
+    metavar="DTYPE", help="Cast floating-point tensors to this dtype first, for example bfloat16."
+)
 _CONFIG: Any = typer.Option(
-    metavar="DIR|NAME", help="Whose config.json says the model's class; by default, that beside a checkpoint."
+    metavar="DIR|NAME",
+    help=(
+        "Directory or name of a model whose config.json names the class.  [default: the checkpoint's own config.json]"
+    ),
 )
-_KEEP_NAMES: Any = typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
+_KEEP_NAMES: Any = typer.Option(
+    "--keep-names", help="Keep the names as they were saved; do not ask transformers for others."
+)
 _PART: Any = typer.Option(
-    metavar="KEY", help="The part that is the model, by the keys that lead to it or the last of them, as in ema."
+    metavar="KEY",
+    help="Part of the checkpoint that is the model: the keys that lead to it, or only the last key, for example ema.",
 )
-VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
+VERIFY_EXIT_CODES = (
+    "Exit codes: 0 sound; 1 damaged; 2 the checkpoint cannot be judged, or usage; 4 the output cannot be written."
+)
 
 
 def verify(
     *,
     directory: Annotated[pathlib.Path, typer.Argument(help="A directory of any format, or a file.", metavar="DIR")],
     base: Annotated[
-        pathlib.Path | None, typer.Option(metavar="DIR", help="The model that was trained: what equals it was not.")
+        pathlib.Path | None,
+        typer.Option(metavar="DIR", help="The model before training: tensors that equal it were not trained."),
     ] = None,
     against: Annotated[
-        pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
+        pathlib.Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint of any format that must have the same weights."),
     ] = None,
     part: Annotated[str | None, _PART] = None,
     json_file: Annotated[
-        pathlib.Path | None, declare_output_file("--json", help="Write the findings there as JSON.")
+        pathlib.Path | None, declare_output_file("--json", help="Write the findings to this file as JSON.")
     ] = None,
 ) -> None:
     """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
 
-    Every byte is read once, in bounded memory. What the answer does not cover is said at the end.
+    Every byte is read once, in bounded memory. The end of the answer says what was not checked.
     """
     from fsdp_doctor.checkpoints.verification import EXIT_CODES, verify as verify_checkpoint
 
@@ -90,7 +102,7 @@ def _print_text(text: str) -> None:
 def _compare_with(
     directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
 ) -> list[Symptom]:
-    """Returns what differs from ``against``, and what is the same as in ``base``."""
+    """Returns how the checkpoint differs from ``against``, and which of its tensors equal those of ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.weights.fingerprints import FingerprintError
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
@@ -125,14 +137,20 @@ def _show_progress(done: int, total: int) -> None:
 
 def diff(
     *,
-    checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format; or a JSON of fingerprints.")],
-    other: Annotated[pathlib.Path, typer.Argument(help="Another one, of the same format or another.")],
+    checkpoint: Annotated[
+        pathlib.Path, typer.Argument(help="A checkpoint of any format, or a JSON file of fingerprints.")
+    ],
+    other: Annotated[
+        pathlib.Path, typer.Argument(help="Another checkpoint of any format, or a JSON file of fingerprints.")
+    ],
     dtype: Annotated[str | None, _DTYPE] = None,
     base: Annotated[
         pathlib.Path | None,
-        typer.Option(help="The model that was trained, by which weights are recognized that were not updated."),
+        typer.Option(help="The model before training, which shows weights that were not updated."),
     ] = None,
-    strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
+    strip: Annotated[
+        list[str] | None, typer.Option(metavar="PREFIX", help="Remove this prefix from the names of both.")
+    ] = None,
     config: Annotated[str | None, _CONFIG] = None,
     part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
@@ -141,8 +159,8 @@ def diff(
 ) -> None:
     """Compare the models in two checkpoints, whatever their formats and sharding: which tensors differ, and how.
 
-    Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown; where one
-    has the model's names and one the Hub's, both are taken by the Hub's.
+    Files are streamed; nothing is loaded as a whole. A prefix of all names in one checkpoint is removed, and shown. If
+    one checkpoint has the model's names and the other has the Hub's, both are compared under the Hub's names.
     """
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 
@@ -184,20 +202,23 @@ def convert(
             "keys model and optim. torch: whole tensors in files of torch.save. fsdp1, fsdp2: a file of each rank."
         ),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory of this name.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing directory.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Cast the model's floating-point tensors to it, with torch.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="Cast the model's floating-point tensors to this dtype, with torch."),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="The ranks that are to read it; by default as many as wrote it.")
+        int | None,
+        typer.Option(min=1, help="Number of ranks that will read the checkpoint.  [default: as many as wrote it]"),
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer out.")] = False,
     buffer: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A tensor that FSDP does not divide; or its last part.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name of a tensor that FSDP does not divide, or the last part of the name."),
     ] = None,
-    mesh_device: Annotated[str, typer.Option(help="The type of the devices of FSDP2's mesh.")] = "cuda",
+    mesh_device: Annotated[str, typer.Option(help="Device type of FSDP2's mesh.")] = "cuda",
     largest_file: Annotated[
-        int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
+        int, typer.Option(metavar="BYTES", help="Largest size of a file, with --to hf.")
     ] = 5_000_000_000,
     config: Annotated[str | None, _CONFIG] = None,
     part: Annotated[str | None, _PART] = None,
@@ -205,7 +226,8 @@ def convert(
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
 
-    The checkpoint is verified as it is read, and so is what was written. The directory gets its name at the end.
+    The checkpoint is verified while it is read, and the result is verified after it was written. The new directory gets
+    its name only at the end.
     """
     from fsdp_doctor.checkpoints.conversion import ConversionError, convert as convert_checkpoint
     from fsdp_doctor.checkpoints.verification import EXIT_CODES
@@ -255,7 +277,7 @@ def convert(
 
 
 def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Asks transformers in a process of its own, so that this one stays small."""
+    """Asks transformers in a separate process, so that this process stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -264,7 +286,13 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """needs_class: whether the Hub's names are promised, so that those of the model will not do."""
+    """Reads which part of a tensor of the model each of the Hub's names stands for; empty if this is not known.
+
+    Raises UsageError if it is needed and not known.
+
+    must_know: whether it is needed in any case.
+    needs_class: whether it is needed if the configuration does not name a class of transformers.
+    """
     from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
@@ -314,7 +342,7 @@ def _check_output(output: pathlib.Path | None, *inputs: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
-    """Raises UsageError for what is no checkpoint, or cannot be read."""
+    """Raises UsageError for a path that is not a checkpoint or cannot be read."""
     from fsdp_doctor.weights.fingerprints import FingerprintError
 
     try:
@@ -326,7 +354,7 @@ def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
-    """Raises UsageError for a name that is none of a floating-point dtype."""
+    """Returns the dtype of that name. Raises UsageError if torch has no floating-point dtype of that name."""
     if name is None:
         return None
     import torch

@@ -1,4 +1,4 @@
-"""The commands of the program, each of which imports its module when it is called."""
+"""The table of the program's commands. The module of a command is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VALUE_WORDS = {int: "N", float: "N", str: "TEXT", pathlib.Path: "PATH"}
 
 
 class _PlainCommand(typer.core.TyperCommand):
-    """A command whose help has words for the types of values."""
+    """A command whose help describes the values of options in words."""
 
     def get_params(self, ctx: Any) -> Any:
         return _name_values(super().get_params(ctx))
@@ -29,7 +29,7 @@ class _PlainCommand(typer.core.TyperCommand):
 
 
 def _name_values(params: Any) -> Any:
-    """Has the help print words for the types of values, where typer 0.27 and newer print Python's names of them."""
+    """Makes the help print words for the types of values; typer 0.27 and later would print names of Python types."""
     for param in params:
         is_argument = isinstance(param, typer.core.TyperArgument)
         if hasattr(param, "type_descriptor") and (is_argument or param.metavar is None):
@@ -39,7 +39,7 @@ def _name_values(params: Any) -> Any:
 
 
 def _name_value(kind: Any) -> str:
-    """Names a value of the type: its choices, or what it is."""
+    """Returns the word that the help prints for a value of this type, or the choices of the type."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -56,8 +56,10 @@ def _return_word(word: str | None, ctx: Any) -> str | None:
 class _Command:
     """A command before its module is imported.
 
-    module: the name of its module in ``fsdp_doctor.cli``. function: the name of its function, whose docstring begins
-    with ``summary``. exit_codes: the name of the sentence that explains its exit codes.
+    module: the name of the command's module in ``fsdp_doctor.cli``.
+    function: the name of the command's function, whose docstring begins with ``summary``.
+    exit_codes: the name of the module's variable that explains the exit codes.
+    summary: the first sentence of the command's help.
     """
 
     module: str
@@ -66,7 +68,7 @@ class _Command:
     summary: str
 
     def make(self, name: str, panel: str | None) -> Any:
-        """Imports the module, and returns the command as click has it."""
+        """Imports the module, and returns the command as an object of click."""
         from fsdp_doctor.cli.options import flatten
 
         module = importlib.import_module(f"fsdp_doctor.cli.{self.module}")
@@ -84,7 +86,7 @@ class _Group:
     summary: str
 
     def make(self, name: str, panel: str | None) -> Any:
-        """Returns the group as click has it, with none of its commands' modules imported."""
+        """Returns the group as an object of click, without importing the modules of its commands."""
         group = typer.Typer(name=name, cls=LazyGroup, no_args_is_help=True, rich_markup_mode=MARKUP, help=self.summary)
         group.callback()(lambda: None)
         made: Any = typer.main.get_command(group)
@@ -260,7 +262,7 @@ _TABLE: dict[str, dict[str, tuple[_Command | _Group, str | None]]] = {
 
 
 class _Commands(dict[str, Any]):
-    """The commands of a group by name. Each is made when it is first asked for."""
+    """The commands of a group by name. A command is made when it is first looked up."""
 
     def __init__(self, group: str) -> None:
         self._sources = _TABLE[group]
@@ -285,7 +287,7 @@ class _Commands(dict[str, Any]):
         return [(name, self[name]) for name in self]
 
     def list_summaries(self) -> dict[str, Any]:
-        """Returns commands that have nothing but what the help of the group prints."""
+        """Returns commands that contain only the summary, which is all that the help of the group prints."""
         return {
             name: typer.core.TyperCommand(name, help=source.summary, rich_help_panel=panel)
             for name, (source, panel) in self._sources.items()
@@ -293,7 +295,7 @@ class _Commands(dict[str, Any]):
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """The group of that name in the table, whose help imports none of its commands."""
+    """A group of the table. Printing its help imports none of its commands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -1,4 +1,4 @@
-"""``fsdp-doctor explain``: the root cause in a log, or the catalogue itself."""
+"""``fsdp-doctor explain``: finds the root cause in a log, or prints the catalogue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from fsdp_doctor.cli.output import replace_unprintable
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine.terminal import measure_width
 
-EXIT_CODES = "Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage; 4 the output cannot be written."
+EXIT_CODES = (
+    "Exit codes: 0 the catalogue knows the cause; 1 the catalogue does not know the cause; 2 usage; 4 the output "
+    "cannot be written."
+)
 
 
 def explain(
@@ -34,7 +37,8 @@ def explain(
 ) -> None:
     """Find the root cause in the log of a job, and its remedy.
 
-    Prints its entry in the catalogue of known failures: cause, remedy, references, a case that reproduces it.
+    Prints the cause's entry in the catalogue of known failures: cause, remedy, references, and a case that reproduces
+    it.
     """
     if all_ and logs:
         raise UsageError("--list prints the catalogue and reads no file; use it without a FILE")
@@ -58,7 +62,7 @@ def _mark_answer(rendered: str) -> str:
 
 
 def _names_entry(word: str) -> bool:
-    """Returns whether a word is an id or a short code, well or badly spelt, and no file."""
+    """Returns whether a word looks like an id or a short code of the catalogue, and no file has this name."""
     return re.fullmatch(r"\w[\w-]*", word) is not None and not pathlib.Path(word).exists()
 
 

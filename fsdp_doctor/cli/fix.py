@@ -1,4 +1,4 @@
-"""``fsdp-doctor fix``: a user's job with a framework's functions replaced by this library's."""
+"""``fsdp-doctor fix``: runs a user's job with functions of its framework replaced by this library's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fsdp_doctor.fixes.sources import FixedFunction
 
 EXIT_CODES = (
-    "Exit codes: the job's own; 1 if the job ended with 0 and a rank had no fix, or sent something else than the model "
-    "has; 2 usage; 3 a fix was refused, or none was called; 4 the doctor failed."
+    "Exit codes: the job's own; 1 if the job ended with 0 but a rank had no fix, or sent tensors that differ "
+    "from the model's; 2 usage; 3 a fix was refused, or none was called; 4 the doctor failed."
 )
 
 
@@ -27,9 +27,7 @@ def fix(
     *,
     framework: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="The job's framework. Can be repeated.  [default: the one that is installed]"
-        ),
+        typer.Option(metavar="NAME", help="The job's framework. Can be repeated.  [default: the installed framework]"),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Apply this fix alone. Can be repeated.")] = None,
     verify: Annotated[
@@ -43,12 +41,13 @@ def fix(
         pathlib.Path | None, declare_output_file("--json", help="Write what the ranks reported as JSON to this file.")
     ] = None,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[FRAMEWORK | -- COMMAND]", help="The job, or for --diff a framework.")
+        list[str] | None,
+        typer.Argument(metavar="[FRAMEWORK | -- COMMAND]", help="The command of the job; with --diff, a framework."),
     ] = None,
 ) -> None:
     """Run a job with its framework's broken functions replaced, and say on which ranks they were called.
 
-    The job needs no change, and nothing is written into the framework. Functions whose source is not known are refused.
+    The job needs no change, and no file of the framework is changed. Functions whose source is not known are refused.
     """
     from fsdp_doctor.fixes.fixed_job import find_fixed_functions, run_with_fixes
     from fsdp_doctor.fixes.patches import render_patch

@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory measure`` and ``plan``: where the memory of a job goes."""
+"""``fsdp-doctor memory measure`` and ``plan``: measure or predict the memory of a job."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MEASURE_EXIT_CODES = (
     "4 the doctor's own fault; 130 interrupted."
 )
 PLAN_EXIT_CODES = (
-    "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
-    "4 the doctor's own fault."
+    "Exit codes: 0 the job fits; 1 the job does not fit; 2 usage; 3 the job is not FSDP, or transformers is "
+    "missing; 4 the doctor's own fault."
 )
 _FORMATS: dict[str, AnyFormat] = {"table": "memory", "json": "memory-json", "svg": "memory-svg"}
 # Fewer bytes are a number without a unit, meant in GiB.
@@ -68,7 +68,9 @@ class JobOptions:
     ] = False
 
     def select(self) -> Selected:
-        """Selects a scenario for each combination, with the named methods. Raises as SelectionOptions.select does."""
+        """Selects one scenario for each combination of the values, with the named methods. Raises as
+        SelectionOptions.select.
+        """
         methods = self.method or ["full_tensors"]
         selected = SelectionOptions(
             direction="out",
@@ -104,8 +106,8 @@ def measure(
 ) -> None:
     """Measure the memory of each rank at each stage of a job, by class.
 
-    A job is built, trains, is offloaded, staged, extracted from, offloaded again, loaded, and trains on.
-    Under torchrun it runs on torchrun's ranks; otherwise it starts ranks on this node.
+    The job is built, trained, offloaded, staged, extracted from, offloaded again, loaded, and trained on. Under
+    torchrun it runs on torchrun's ranks; otherwise this command starts ranks on this node.
 
     An option that takes a list can be repeated, or take several values separated by commas.
     """
@@ -148,7 +150,7 @@ class JobSizeOptions:
     ] = None
     sequences: Annotated[
         int | None,
-        typer.Option("--micro-batch", min=1, help="Sequences that are computed at once.  [default: as configured]"),
+        typer.Option("--micro-batch", min=1, help="Sequences in one forward.  [default: as configured]"),
     ] = None
 
 
@@ -156,15 +158,20 @@ def plan(
     *,
     directory: Annotated[
         str | None,
-        typer.Argument(metavar="DIR", help="A model, planned as accelerate trains it with FSDP2, without --config."),
+        typer.Argument(
+            metavar="DIR",
+            help="Directory of a model, planned as accelerate trains it with FSDP2. Not together with --config.",
+        ),
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="What `fsdp-doctor check` reads: a file, - or an override a.b=value; can be repeated."),
+        typer.Option(
+            help="Configuration as for `fsdp-doctor check`: a file, - or an override a.b=value. Can be repeated."
+        ),
     ] = None,
     job: JobSizeOptions,
     framework_version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Of the framework, as for check.")
+        str | None, typer.Option(metavar="VERSION", help="Version of the framework, as for `fsdp-doctor check`.")
     ] = None,
     json_file: Annotated[
         pathlib.Path | None, declare_output_file("--json", help="Write the predicted ledgers.")
@@ -173,8 +180,8 @@ def plan(
 ) -> None:
     """Predict the memory of a training job on each device and host, without a GPU and without weights.
 
-    Prints each stage of each model, what shares a device at once, and where it does not fit, each setting that
-    alone makes it fit.
+    Prints each stage of each model, and the models that share a device at one time. If they do not fit, prints each
+    single setting with which they do.
     """
     for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
         if memory is not None and memory < _LEAST_MEMORY:

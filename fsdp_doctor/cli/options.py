@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
 
 VERBOSE: Any = typer.Option(
-    "--verbose", "-v", help="In the table: every failure with its stack, remedy and commands, also what is known."
+    "--verbose", "-v", help="In the table: show every failure, also known ones, with its stack, remedy and commands."
 )
 _NEEDED = {"torch": "2.6", "transformers": "4.56"}
 _OUTPUTS = "fsdp_doctor.outputs"
@@ -65,20 +65,22 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def split(values: Iterable[str] | None) -> list[str]:
-    """The words of an option that can be repeated and whose values can be several, separated by commas; each once."""
+    """Splits the values of a repeatable option at commas, and returns each word once."""
     words = (part.strip() for value in values or () for part in value.split(","))
     return list(dict.fromkeys(filter(None, words)))
 
 
 def declare_words(*names: str, help: str, metavar: str | None = None) -> Any:
-    """An option of any words: it can be repeated, or take several separated by commas."""
+    """Declares an option with any words. It can be repeated, or take several words separated by commas."""
     return typer.Option(*names, help=help, metavar=metavar, callback=split)
 
 
 def declare_choice(known: Iterable[str], *names: str, help: str = "", default: str = "") -> Any:
-    """An option whose value is among ``known``; of type list, one that takes several, also separated by commas.
+    """Declares an option whose value is one of ``known``. If its type is a list, it takes several, also separated by
+    commas.
 
-    known: the values, or their meanings by value. default: of a list, as it is written on the command line.
+    known: the values, or a mapping from each value to its meaning.
+    default: the default of a list, as it is written on the command line.
     """
     words = list(known)
 
@@ -99,12 +101,15 @@ def declare_choice(known: Iterable[str], *names: str, help: str = "", default: s
 
 
 def declare_size(*names: str, help: str, show_default: str | bool = True) -> Any:
-    """An option whose value is a number of bytes, written like 512MiB, 8GiB or 1000000."""
+    """Declares an option whose value is a number of bytes, written as 512MiB, 8GiB or 1000000."""
     return typer.Option(*names, help=help, metavar="SIZE", parser=parse_bytes, show_default=show_default)
 
 
 def parse_bytes(text: str, option: str | None = None) -> int:
-    """Raises BadParameter, which names ``option`` if it is given, and otherwise the option that is being read."""
+    """Reads a number of bytes. Raises typer.BadParameter if the text is not a size.
+
+    option: the option that the error names; None for the option that is being read.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", str(text), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         raise typer.BadParameter(f"{text!r} is not a size; use one like 8GiB", param_hint=option)
@@ -114,7 +119,7 @@ def parse_bytes(text: str, option: str | None = None) -> int:
 
 
 def declare_output_file(*names: str, help: str, metavar: str = "FILE") -> Any:
-    """An option that names a file to write. It is refused if it cannot be written, or if another option names it."""
+    """Declares an option for a file to write. The file is refused if it is not writable or another option names it."""
     return typer.Option(*names, help=help, metavar=metavar, callback=_check_output)
 
 
@@ -132,7 +137,7 @@ def _check_output(
 
 
 def declare_model_shape(*, help: str = "") -> Any:
-    """An option for a model without weights: one of our shapes, or the directory of a configuration."""
+    """Declares an option for a model without weights: a built-in shape, or the directory of a configuration."""
 
     def check(value: str | None) -> str | None:
         if value is None or value in MODEL_SHAPES:
@@ -144,7 +149,7 @@ def declare_model_shape(*, help: str = "") -> Any:
 
 
 def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
-    """The directory of a Hugging Face configuration. Raises UsageError if it does not hold one."""
+    """Returns the directory of a Hugging Face configuration. Raises UsageError if it does not contain one."""
     directory = pathlib.Path(os.path.expanduser(value))
     # pathlib's is_dir raises for a name that is too long.
     if not value.strip() or not os.path.isdir(directory):
@@ -164,7 +169,9 @@ def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
 
 
 def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
-    """Reads what ``--expect`` names: the catalogue, which is the default, a file of expectations, or a report."""
+    """Reads the expected verdicts that ``--expect`` names: the catalogue (default), a file of expectations, or a
+    report.
+    """
     from fsdp_doctor.report.expected_failures import read_expected_failures
     from fsdp_doctor.report.journal import read_report
 
@@ -179,7 +186,10 @@ def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
 
 
 def declare_report_format(*beside: str, help: str = "") -> Any:
-    """An option for a format of reports, or for one of the words ``beside``."""
+    """Declares an option for a format of reports.
+
+    beside: further words that the option accepts.
+    """
     from fsdp_doctor.report.formats import FORMATS
 
     return declare_choice((*beside, *FORMATS), help=help)
@@ -224,8 +234,8 @@ def check_versions() -> None:
 def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None, *, jobs: int | None = 1) -> NoReturn:
     """Runs this program again on several ranks of this node, and exits with the exit code of rank 0.
 
-    arguments: of the program; by default those of this command line. jobs: groups of ranks side by side; None for as
-    many as the machine carries.
+    arguments: the arguments of the program; None for the arguments of this command line.
+    jobs: the number of groups of ranks that run at the same time; None for as many as fit on this machine.
     """
     # Before torch is imported, which reads it: several ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""The files that a command writes, and the standard streams: closed, on a full disk, or no longer read."""
+"""Writes files and the standard streams, also if a stream is closed, is on a full disk, or is no longer read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_doctor.errors import DoctorFault, OutputClosed, UsageError
 
 
 def check_writable(file: pathlib.Path) -> None:
-    """Raises UsageError if the file cannot be written later. Leaves the file system as it was."""
+    """Raises UsageError if the file cannot be written. Leaves the file system unchanged."""
     existed = file.exists()
     try:
         with open(file, "a"):
@@ -39,16 +39,20 @@ def write(output: pathlib.Path | None, text: str) -> None:
 
 
 def replace_unprintable(errors: str) -> None:
-    """Makes standard output write what its encoding lacks as codecs' error handler ``errors`` does."""
+    """Makes standard output replace characters that its encoding lacks.
+
+    errors: the name of an error handler of ``codecs``, which makes the replacement.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=errors)
 
 
 def prepare_streams() -> None:
-    """Makes errors of the standard streams errors of ours, or for standard error none at all.
+    """Replaces the standard streams by streams that raise this program's exceptions for errors, or ignore them on
+    stderr.
 
-    A descriptor that was closed is opened for the wrong direction: otherwise the next file to be opened would get its
-    number, and our output. Streams that a caller of ``main`` has put in place of Python's are left as they are.
+    A closed descriptor is opened again, in the wrong direction. Otherwise the next file to be opened would get its
+    number, and receive the program's output. Streams that a caller of ``main`` has put into ``sys`` are left unchanged.
     """
     for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_RDONLY)):
         try:
@@ -63,7 +67,7 @@ def prepare_streams() -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output. Raises OutputClosed if nobody reads it any more, DoctorFault if it cannot be written."""
+    """Standard output. Raises OutputClosed if the reader has closed it, and DoctorFault if it cannot be written."""
 
     def write(self, text: str) -> int:
         with self._raise_own_errors():
@@ -88,7 +92,7 @@ class _Output(io.TextIOWrapper):
 
 
 class _Messages(io.TextIOWrapper):
-    """Standard error. A message that cannot be written is lost; the exit code stays."""
+    """Standard error. A message that cannot be written is lost, and does not change the exit code."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -101,7 +105,7 @@ class _Messages(io.TextIOWrapper):
 
 
 def _read_settings(stream: Any, descriptor: int) -> dict[str, Any]:
-    """The settings of Python's own stream, or Python's defaults for one that is closed."""
+    """Returns the settings of Python's stream, or Python's default settings if the stream is closed."""
     is_error = descriptor == 2
     return {
         "buffer": open(descriptor, "wb", closefd=False),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fsdp_doctor.report.formats import AnyFormat
 
 PROBE_EXIT_CODES = (
-    "Exit codes: 0 every verdict is as expected; 1 one is not, or with --strict one is bad; 2 usage; "
-    "3 cannot run here; 4 the doctor's own fault; 130 interrupted."
+    "Exit codes: 0 every verdict is as expected; 1 a verdict is not, or with --strict a verdict is bad; 2 "
+    "usage; 3 cannot run here; 4 the doctor's own fault; 130 interrupted."
 )
 REPRO_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 
@@ -37,8 +37,10 @@ class ProbeRankOptions(DeviceOptions):
         int | None,
         typer.Option(
             min=1,
-            help="Number of ranks that save the checkpoint of other-world.  "
-            "[default: one more than load it, or one less where there are no more devices]",
+            help=(
+                "Number of ranks that save the checkpoint of other-world.  [default: one more than the ranks "
+                "that load it, or one less if there are not enough devices]"
+            ),
         ),
     ] = None
     jobs: Annotated[
@@ -58,7 +60,7 @@ class LimitOptions:
     timeout: Annotated[
         float | None,
         _declare_seconds(
-            help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"
+            help="Seconds for each stage of a case.  [default: 5 to 30, depending on how long earlier stages took]"
         ),
     ] = None
     start_timeout: Annotated[float, _declare_seconds(help="Seconds for starting workers and building a model.")] = 300.0
@@ -83,10 +85,14 @@ class OutputOptions:
     markdown: Annotated[pathlib.Path | None, declare_output_file(help="Write the report for a GitHub issue.")] = None
     junit: Annotated[pathlib.Path | None, declare_output_file(help="Write JUnit XML.")] = None
     svg: Annotated[pathlib.Path | None, declare_output_file(help="Write a picture of the matrix.")] = None
-    html: Annotated[pathlib.Path | None, declare_output_file(help="Write a page to look cases up in.")] = None
+    html: Annotated[
+        pathlib.Path | None, declare_output_file(help="Write an HTML page in which cases can be looked up.")
+    ] = None
     memory: Annotated[
         bool,
-        typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
+        typer.Option(
+            "--memory", help="Add to the report the memory of each rank at each stage, for cases that extract."
+        ),
     ] = False
     host_name: Annotated[bool, typer.Option("--host-name", help="Put this machine's host name into the report.")] = (
         False
@@ -94,7 +100,7 @@ class OutputOptions:
 
     @property
     def files(self) -> dict[AnyFormat, pathlib.Path]:
-        """The files that were asked for, by format."""
+        """The files to write, by format."""
         named: dict[AnyFormat, pathlib.Path | None] = {
             "json": self.json_file,
             "markdown": self.markdown,
@@ -117,13 +123,15 @@ def probe(
         str | None,
         typer.Option(
             metavar="known|TOML|REPORT",
-            help="The expected verdicts: as the catalogue has them for this torch, device and number of ranks, "
-            "as in a TOML file that `fsdp-doctor report expect` writes, or as in a JSON report. Exit code 1 if there "
-            "are others, which are listed.  [default: known]",
+            help=(
+                "The expected verdicts: those of the catalogue for this torch, device and number of ranks "
+                "(known), of a TOML file that `fsdp-doctor report expect` writes, or of a JSON report. Other "
+                "verdicts are listed, and lead to exit code 1.  [default: known]"
+            ),
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit code 1 for every bad verdict, also for one that torch is known for.")
+        bool, typer.Option("--strict", help="Exit code 1 for every bad verdict, even if the catalogue expects it.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the partial report that --json names.")] = False,
 ) -> None:
@@ -165,7 +173,7 @@ def probe(
 
 
 def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None = 1) -> None:
-    """Runs a probe as rank 0, or starts the ranks if this is none of a job, and exits as the probe does."""
+    """Runs a probe as rank 0, and exits with its exit code. Outside torchrun, starts the ranks instead."""
     options.check_versions()
     if not launch.is_under_torchrun():
         options.start_ranks(ranks, jobs=jobs)
@@ -191,23 +199,29 @@ def repro(
     ] = None,
     minimal: Annotated[
         bool,
-        typer.Option("--minimal", help="At most 25 lines of torch alone, on the CPU and one rank where that shows it."),
+        typer.Option(
+            "--minimal",
+            help="Write at most 25 lines that use only torch, on the CPU and with one rank if they show the failure.",
+        ),
     ] = False,
     as_test: Annotated[
-        bool, typer.Option("--as-test", help="The script ends with 1 where it fails, as git bisect run needs it.")
+        bool,
+        typer.Option("--as-test", help="Make the script exit with 1 if the case fails, as `git bisect run` needs."),
     ] = False,
 ) -> None:
     """Write a standalone script that reproduces a case.
 
-    It runs under torchrun and needs torch and transformers alone (and peft, for a case with adapters); that of a
-    framework's case needs the framework, and two GPUs.
+    The script runs under torchrun and needs only torch and transformers (and peft, for a case with adapters). The
+    script of a framework's case needs the framework and two GPUs.
     """
     from fsdp_doctor import repro
     from fsdp_doctor.report.journal import read_report
 
     chosen = select(Selection(case_ids=(case,)))[0]
     if minimal and (report is not None or isinstance(chosen, FrameworkCase)):
-        raise UsageError("--minimal has no names of a report's tensors, and no framework; leave it or these out")
+        raise UsageError(
+            "--minimal cannot be combined with --report or with the case of a framework; leave out one of the two"
+        )
     expectation = (
         repro.read_reported(chosen, read_report(report)) if report is not None else repro.find_expected(chosen)
     )

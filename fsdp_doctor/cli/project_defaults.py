@@ -1,4 +1,4 @@
-"""Defaults of options that a project sets: ``[tool.fsdp-doctor.COMMAND]`` in its pyproject.toml."""
+"""Reads the defaults of options that a project sets in ``[tool.fsdp-doctor.COMMAND]`` of its pyproject.toml."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ else:
 
 
 def read_defaults(program: Any) -> dict[str, Any]:
-    """The defaults of ``program``, a click group, as click's ``default_map`` takes them.
+    """Reads the project's defaults for the options of ``program``, a click group, in the form of click's
+    ``default_map``.
 
-    They are read from the pyproject.toml in this directory or the nearest one above it. A key is an option without its
-    dashes. Raises UsageError for a file that is not TOML, and for a command or an option that does not exist.
+    They come from the pyproject.toml in the working directory or the nearest one above it. A key is an option without
+    its dashes. Raises UsageError for a file that is not TOML, and for a command or an option that does not exist.
     """
     here = pathlib.Path.cwd()
     file = next((file for place in (here, *here.parents) if (file := place / "pyproject.toml").is_file()), None)
@@ -33,9 +34,9 @@ def read_defaults(program: Any) -> dict[str, Any]:
 
 
 def _select_defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
-    """The defaults of a command or, by their names, of the commands of a group.
+    """Returns the defaults of a command or, by command, those of a group.
 
-    where: the header of the table without its closing bracket, for a message.
+    where: the header of the table without its closing bracket, for messages.
     """
     if not isinstance(table, dict):
         raise UsageError(f"{where}] is not a table")

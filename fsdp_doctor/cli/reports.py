@@ -37,8 +37,9 @@ DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the o
 MERGE_EXIT_CODES = "Exit codes: 0 merged, whatever the verdicts; 2 usage; 4 the output cannot be written."
 EXPECT_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 SWEEP_EXIT_CODES = (
-    "Exit codes: 0 every version ran, with every verdict as expected; 1 one is not, or with --strict one is bad; "
-    "2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; 130 interrupted."
+    "Exit codes: 0 every version ran, with every verdict as expected; 1 a verdict is not, or with --strict a "
+    "verdict is bad; 2 usage; 3 a version does not install or cannot run here; 4 the doctor's own fault; 130 "
+    "interrupted."
 )
 _WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
 
@@ -52,7 +53,9 @@ def show(
         str | None,
         typer.Option(
             metavar="known|TOML|REPORT",
-            help="The expected verdicts, as of `fsdp-doctor probe`, for table, github and junit.  [default: known]",
+            help=(
+                "The expected verdicts, as for `fsdp-doctor probe`. Used by table, github and junit.  [default: known]"
+            ),
         ),
     ] = None,
     out: Annotated[
@@ -98,7 +101,8 @@ def diff(
 ) -> None:
     """Compare two reports case by case.
 
-    Compared are the verdict, the exception and its message, the ranks, what was yielded, and the next training step.
+    The comparison covers the verdict, the exception and its message, the ranks, the yielded tensors, and the next
+    training step.
     """
     from fsdp_doctor.report import comparison
     from fsdp_doctor.report.journal import read_report
@@ -121,15 +125,17 @@ def merge(
     json_file: Annotated[
         pathlib.Path | None,
         declare_output_file(
-            "--json", metavar="MERGED", help="Write the merged report; gzip's if the name ends in .gz."
+            "--json", metavar="MERGED", help="Write the merged report, compressed by gzip if the name ends in .gz."
         ),
     ] = None,
     html: Annotated[
         pathlib.Path | None,
-        declare_output_file(help="Write a page to look cases up in: one file, which needs no network."),
+        declare_output_file(
+            help="Write an HTML page in which cases can be looked up: one file, which needs no network."
+        ),
     ] = None,
     changes: Annotated[
-        bool, typer.Option("--changes", help="Print only the cases that two versions do not agree on.")
+        bool, typer.Option("--changes", help="Print only the cases in which two versions differ.")
     ] = False,
     every_case: Annotated[
         bool, typer.Option("--cases", help="Print a line for each case, also where a file is written.")
@@ -137,8 +143,8 @@ def merge(
 ) -> None:
     """Merge reports of several versions of torch or of a framework into one, and say what changed between them.
 
-    Prints a line for each case: what it showed since which version. Where a file is written, it prints a line for each
-    environment, and for each way in which cases changed.
+    Prints a line for each case, with its results and the versions that showed them. If a file is written, prints
+    instead a line for each environment and for each way in which cases changed.
     """
     from fsdp_doctor.report.page import write_page
     from fsdp_doctor.report.versions.merged import (
@@ -179,7 +185,7 @@ def expect(
 ) -> None:
     """Write the bad verdicts of a report as a TOML file for `fsdp-doctor probe --expect`.
 
-    It has a table for each failure: patterns of the cases, the verdict, words of its reason, a link.
+    The file has a table for each failure: patterns of its cases, the verdict, words of the reason, and a link.
     """
     from fsdp_doctor.report.expectation_toml import render_expectation_toml
     from fsdp_doctor.report.journal import read_report
@@ -193,25 +199,29 @@ def sweep(
         list[str] | None, typer.Argument(metavar="-- PROBE OPTIONS", help="Options of `fsdp-doctor probe`.")
     ] = None,
     torch: Annotated[
-        list[str] | None, declare_words(help="Versions, separated by commas. 2.10 is its newest patch release.")
+        list[str] | None,
+        declare_words(help="Versions, separated by commas. 2.10 stands for the newest patch release of 2.10."),
     ] = None,
     beside: Annotated[
         list[str] | None,
         declare_words(
             "--with",
             metavar="PACKAGE==VERSION",
-            help="Install this, too; several are separated by commas. A package that is named twice is tried in both.",
+            help=(
+                "Also install these packages, separated by commas. A package that is named twice is tried in "
+                "both versions."
+            ),
         ),
     ] = None,
     directory: Annotated[
-        pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
+        pathlib.Path, typer.Option(help="Directory for reports, logs and environments.")
     ] = pathlib.Path("sweep"),
 ) -> None:
     """Run the probe with several versions of torch and of other packages, each in an environment of its own.
 
-    Environments are made by uv, one after the other, and removed after their run (pip install 'fsdp-doctor[sweep]').
-    A version whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there
-    is no emulated device, the CPU is used unless torch sees an accelerator.
+    uv makes the environments, one after the other, and each is removed after its run (pip install
+    'fsdp-doctor[sweep]'). A version with a complete report is not run again; a partial report is continued. The
+    emulated device needs torch 2.10; with an older torch, the CPU is used unless torch finds an accelerator.
     """
     from fsdp_doctor.report.versions import sweeping
 
@@ -250,7 +260,7 @@ def sweep(
 
 
 class _Signal(BaseException):
-    """A BaseException, because importlib.metadata suppresses every Exception while it looks into a directory."""
+    """A signal that ends the sweep. It is a BaseException because importlib.metadata suppresses every Exception."""
 
 
 def _stop(number: int, _: object) -> None:
@@ -271,7 +281,7 @@ def _check_versions(versions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_probe(words: Sequence[str]) -> dict[str, Any]:
-    """Parses options of ``fsdp-doctor probe``, before anything is installed. Wrong ones are usage errors."""
+    """Parses options of ``fsdp-doctor probe`` before anything is installed. Wrong options are usage errors."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(flatten(probe))
     return typer.main.get_command(app).make_context("fsdp-doctor probe", list(words)).params

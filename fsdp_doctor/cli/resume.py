@@ -1,4 +1,4 @@
-"""``fsdp-doctor resume``: whether the run that a user's job resumes is the run that it would have been."""
+"""``fsdp-doctor resume``: checks that a resumed run of a user's job equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from fsdp_doctor.resume.runs import RunName, UserJob, UserJobRun
 
 EXIT_CODES = (
-    "Exit codes: 0 the same run; 1 another run; 2 usage, or no answer (a run failed, or was not seen); "
-    "3 the program does not repeat itself; 4 the doctor failed."
+    "Exit codes: 0 the resumed run is the same run; 1 it is another run; 2 usage, or no answer (a run "
+    "failed, or was not seen); 3 two equal runs of the program differ; 4 the doctor failed."
 )
 
 
 def resume(
     *,
     resume: Annotated[
-        str, typer.Option(metavar="WORDS", help="What to append to the command to resume, with {dir} and {n}.")
+        str,
+        typer.Option(metavar="WORDS", help="Words to append to the command for a resume. May contain {dir} and {n}."),
     ] = "",
-    at: Annotated[int, typer.Option(min=1, help="The step after which the job saves, which {n} becomes.")] = 4,
+    at: Annotated[
+        int, typer.Option(min=1, help="The step after which the job saves. Replaces {n} in the command.")
+    ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="How many steps after the save are compared.")] = 2,
     twice: Annotated[
         bool, typer.Option("--twice", help="Resume the resumed run, too, from its save after twice as many steps.")
@@ -37,11 +40,14 @@ def resume(
         bool, typer.Option("--deterministic", help="Run with torch's deterministic algorithms, which changes the job.")
     ] = False,
     device: Annotated[
-        str, declare_choice(("auto", "emulated"), help="auto leaves the job's devices as they are. One of")
+        str, declare_choice(("auto", "emulated"), help="auto does not change the job's devices. One of")
     ] = "auto",
     directory: Annotated[
         pathlib.Path | None,
-        typer.Option(metavar="DIR", help="A new directory for logs, records and {dir}.  [default: a temporary one]"),
+        typer.Option(
+            metavar="DIR",
+            help="A new directory for logs, records and the saves ({dir}).  [default: a temporary one]",
+        ),
     ] = None,
     hang_after: Annotated[
         float, typer.Option(min=0.001, metavar="SECONDS", help="How long a run may write nothing before it is ended.")
@@ -59,14 +65,17 @@ def resume(
 ) -> None:
     """Run a training job straight through and resumed, and say whether that is the same run.
 
-    The job needs no change. It must save after step {n} into {dir}, and train a few steps more.
+    The job needs no change. It must save into {dir} after step {n}, and train a few more steps.
     """
     if not any("{dir}" in word for word in command):
         raise UsageError(
-            "the command must have {dir}, the directory that the job saves into: the command is run several times"
+            "the command must contain {dir}, the directory into which the job saves, because the command is "
+            "run several times"
         )
     if twice and steps >= at:
-        raise UsageError("--twice needs fewer --steps than --at: a job that resumes by itself takes its newest save")
+        raise UsageError(
+            "--twice needs fewer --steps than --at, because a job that resumes by itself takes its newest save"
+        )
     from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
     from fsdp_doctor.resume.diagnosis import diagnose
     from fsdp_doctor.resume.runs import UserJob

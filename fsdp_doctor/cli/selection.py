@@ -1,4 +1,4 @@
-"""The options that select cases, and ``fsdp-doctor list``, which prints what they select or what there is."""
+"""Options that select cases, and ``fsdp-doctor list``, which prints the selected cases, or all methods or axes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _BUILT_IN_MODELS = tuple(str(model) for model in Model if not model.is_custom)
 
 @dataclass(frozen=True, kw_only=True)
 class Selected:
-    """The selected cases, and the directory of the user's own model if one was given."""
+    """The selected cases, and the directory of the user's model if there is one."""
 
     cases: tuple[AnyCase, ...]
     model: pathlib.Path | None
 
 
 def declare_axis(name: AxisName, default: str = "") -> Any:
-    """An option that takes values of an axis."""
+    """Declares an option that takes values of an axis."""
     return declare_choice(AXIS[name].values, f"--{name}", default=default)
 
 
@@ -81,8 +81,10 @@ class SelectionOptions:
     framework: Annotated[
         list[str] | None,
         declare_words(
-            help=f"Instead of the matrix, what {', '.join(BUILT_IN)} do themselves; module:ADAPTER is an adapter of "
-            "your own; all: those installed."
+            help=(
+                f"Run these frameworks' own code instead of the matrix: {', '.join(BUILT_IN)}; module:ADAPTER for "
+                "your own adapter; all for the installed ones."
+            )
         ),
     ] = None
     case: Annotated[list[str] | None, typer.Option(metavar="ID", help="One case, by its id.")] = None
@@ -102,8 +104,11 @@ class SelectionOptions:
         bool,
         typer.Option(
             "--fix",
-            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state, "
-            "and what saves; with --framework, each method that has a fix once more, with its function replaced.",
+            help=(
+                "Also run this library's methods: full_tensors, local_shards, load_full_tensors, "
+                "load_optimizer_state, and those that save. With --framework: also run each method that has a "
+                "fix with its function replaced."
+            ),
         ),
     ] = False
     last_failed: Annotated[
@@ -111,7 +116,7 @@ class SelectionOptions:
     ] = None
 
     def select(self) -> Selected:
-        """Raises UsageError for a value, method or id that does not exist, CannotRun if no case is left."""
+        """Selects the cases. Raises UsageError for an unknown value, method or id, and CannotRun if no case is left."""
         if self.full and self.level not in (None, "full"):
             raise UsageError(f"--full is --level full, and cannot be combined with --level {self.level}")
         for name in filter(is_user_method, self.method or ()):
@@ -137,7 +142,7 @@ class SelectionOptions:
 
 
 def _check_user_method(name: str) -> None:
-    """Refuses a misspelt ``module:function`` without importing the module. Raises UsageError."""
+    """Raises UsageError if ``module:function`` does not exist, without importing the module."""
     module, _, function = name.partition(":")
     try:
         file = find_source_file(module, pathlib.Path.cwd())

@@ -47,9 +47,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Examination:
-    """The result of ``examine`` on this rank, which ``print`` and rich show as a short table.
+    """The result of ``examine`` on this rank. ``print`` and rich show it as a short table.
 
-    facts: the state of the model, with equal tensors grouped. findings: all findings, the bad ones first.
+    facts: the state of the model, with equal tensors grouped.
+    findings: all findings, the bad ones first.
     """
 
     facts: Facts
@@ -107,8 +108,9 @@ def examine(
         For a transformers model, the examination also lists the tensors that have a different name on the Hub.
     optimizer: pass it only if ``optimizer.step()`` comes next. State on another device than its parameter is reported
         as bad, although a framework may keep the state offloaded between two steps.
-    raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``. Use it as a guard before a
-        forward or an extraction. If only one rank raises, the others wait in their next collective until its timeout.
+    raise_on_bad: whether to raise ModelIsBad, which carries the examination, if a finding is ``bad``. Use it as a guard
+        before a forward or an extraction. If only one rank raises, the others wait in their next collective until its
+        timeout.
 
     The severity ``bad`` means that torch fails or gives wrong values when it next uses the model. A ``hazard`` depends
     on the next call, or on something unknown, such as a copy on another stream than the current one. A ``note`` is not

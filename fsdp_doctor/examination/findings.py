@@ -28,7 +28,8 @@ _READS_ALL = "full_tensors() reads the module in this state."
 class Finding:
     """One thing to know about the model.
 
-    names: the names of the affected tensors. entry: the id of the catalogue's entry; empty if there is none.
+    names: the names of the affected tensors.
+    entry: the id of the catalogue's entry; empty if there is none.
     """
 
     kind: str

@@ -29,7 +29,7 @@ from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
 
 
 def is_wrapper(kind: type) -> bool:
-    """Returns whether tensors of the type wrap other tensors and have no memory of their own, like a DTensor."""
+    """Returns whether tensors of the type wrap other tensors and do not own memory, like a DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -157,9 +157,10 @@ class Counters:
     elsewhere: int
 
     def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
-        """Makes the ledger of a device.
+        """Makes the ledger of a device: its memory by class.
 
-        by_class: bytes of known classes that are allocated now. at_peak: bytes of known classes at the peak.
+        by_class: bytes of known classes that are allocated now.
+        at_peak: bytes of known classes at the peak.
         """
         return DeviceMemory(
             held=add_unexplained(by_class, self.allocated),

@@ -72,9 +72,9 @@ def find_after_load(
 
 
 def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
-    """Finds parameters whose memory does not contain their values, such as quantized ones.
+    """Finds parameters whose memory does not contain their values, such as quantized parameters.
 
-    They are a hazard and not bad, because a QLoRA model has them on purpose and can train.
+    Such parameters are a hazard and not bad, because a QLoRA model has them on purpose and can train.
     """
     names_of: dict[str, list[str]] = {}
     for name, form in contents.find_unreadable().items():
@@ -575,7 +575,7 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]:
-    """Lists the names under which a module has another parameter than the one that FSDP2 gathers."""
+    """Lists the names under which a module has another parameter than FSDP2 gathers."""
     names: list[str] = []
     if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}

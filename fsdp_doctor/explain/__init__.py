@@ -1,6 +1,7 @@
-"""``fsdp-doctor explain``: from a log of many ranks to the root cause, what is known of it, and a reproducing case.
+"""Finds the root cause in a log of many ranks, its entry in the catalogue of known failures, and a reproducing case.
 
-Without torch, in one pass over the file, in memory that does not grow with it.
+The command ``fsdp-doctor explain`` does this. It does not import torch, reads each log once, and needs the same amount
+of memory for a log of any size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cause among the exceptions of a log, the consequences of it, and its entry in the catalogue."""
+"""Finds the cause among the exceptions of a log, the consequences of the cause, and its entry in the catalogue."""
 
 from __future__ import annotations
 
@@ -85,15 +85,18 @@ _OF_TENSORS = re.compile(
 
 @dataclass
 class FirstFailure:
-    """The first failure that torchrun saw. exit_code: negative for a signal, None where it is not given."""
+    """The first failure that torchrun saw.
+
+    exit_code: the exit code of the process, negative for a signal; None if torchrun did not print one.
+    """
 
     rank: int
     exit_code: int | None = None
 
     def is_one_of(self, sources: set[str]) -> bool:
-        """Returns whether that rank is among the sources.
+        """Returns whether the rank that failed first is among the sources.
 
-        The tasks of srun count as ranks where nothing else names ranks.
+        ``task N``, as srun names its processes, is taken for rank N.
         """
         return bool({f"rank {self.rank}", f"task {self.rank}"} & sources)
 
@@ -103,7 +106,9 @@ class FirstFailure:
 
     @property
     def ended(self) -> str:
-        """Describes how the process ended: a signal's name, an exit code, or nothing where torchrun gives none."""
+        """Describes how the process ended: a signal's name, an exit code, or nothing if torchrun did not print an exit
+        code.
+        """
         if self.exit_code is None:
             return ""
         if self.exit_code >= 0:
@@ -115,7 +120,7 @@ class FirstFailure:
 
 
 class SummaryReader:
-    """Finds torchrun's summary in the pieces of one file, in order; of several the first one counts."""
+    """Finds torchrun's summary in one file, whose pieces must be read in order. Later summaries are ignored."""
 
     def __init__(self) -> None:
         self.first: FirstFailure | None = None
@@ -141,12 +146,14 @@ class SummaryReader:
 
 @dataclass
 class Group:
-    """Exceptions with the same message, of any rank.
+    """Exceptions with the same message, raised by any ranks.
 
-    signed: whether an entry of the catalogue has its message. matches: the entries that it may be, once the whole log
-    is read. consequence: what it follows from, or empty where it does not follow from a failure
-    elsewhere. carries: whether it carries one of another rank, from which it follows where the log has that. sources:
-    the ranks or processes that raised it.
+    signed: whether an entry of the catalogue has a signature in the message.
+    matches: the entries of the catalogue that the exception may be, filled in after the whole log was read.
+    consequence: the name of the failure elsewhere from which the exception follows; empty if it follows from none.
+    carries: whether the message repeats an exception of another rank. The exception is then a consequence, unless every
+        group of the log is a consequence.
+    sources: the ranks or processes that raised the exception.
     """
 
     first: Raised
@@ -175,7 +182,9 @@ class Group:
 
     @property
     def doubt(self) -> tuple[bool, ...]:
-        """Explains why another exception may be the cause instead: programs log the exceptions that they handle."""
+        """Returns a sort key: the smaller it is, the more likely this exception is the cause and not one that a program
+        handled.
+        """
         first = self.first
         is_bare = not first.frames
         is_unknown = not any(match.grade != "possible" for match in self.matches)
@@ -184,23 +193,27 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The answer to a log.
+    """The result of reading the logs.
 
-    showing: what there is in it: a failure; a hang; only consequences of a failure elsewhere; only tracebacks that were
-    cut off; or none of these.
-    cause: the exception that the others followed from; None where there is none in the log.
-    matches: the entries of the catalogue that it may be, the surest first.
-    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. under_fsdp: whether the log does, or
-    its traceback anywhere. foreign: the cause that was read, as a noun, where it is not FSDP's; empty where none was.
-    about: where neither is known, what failed, as a noun; empty where its message does not say.
-    reading: what the log shows of it where no entry is known for certain; None where it shows nothing.
-    hang: where the ranks were, if collectives did not end.
-    consequences: how many exceptions followed from the cause, by the name of the consequence.
+    showing: the main content of the logs: a failure; a hang; only consequences of a failure elsewhere; only tracebacks
+        that were cut off; or none of these.
+    cause: the exception from which the others followed; None if the logs have no exception.
+    matches: the entries of the catalogue that the failure may be, the surest first.
+    about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint.
+    under_fsdp: whether the failure or any other part of the logs shows that FSDP is in use.
+    foreign: a noun for the cause if it is known and is not FSDP; empty otherwise.
+    about: a noun for what failed, if the failure is not about FSDP and its message names it; empty otherwise.
+    reading: facts that the logs show about a failure without a certain entry; None if there are none.
+    hang: the places of the ranks, if collectives did not end.
+    consequences: the number of exceptions that followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
-    summary: torchrun's. dropped: the number of exceptions that were too many to keep. truncated: files that were not
-    read to their end. dumps: how many of the files were dumps of a flight recorder.
-    killed_for_memory: where the log says that a process was killed for lack of host memory; empty where it does not.
-    torch: the version that the log names; empty where it names none.
+    summary: the first failure in torchrun's summary; None without a summary.
+    dropped: the number of exceptions that were not kept because there were too many.
+    truncated: the files that were not read to their end.
+    dumps: the number of files that were dumps of a flight recorder.
+    killed_for_memory: the place in the logs that tells of a process killed for lack of host memory; empty if there is
+        none.
+    torch: the version of torch that the logs name; empty if they name none.
     """
 
     showing: Showing
@@ -223,20 +236,24 @@ class Explanation:
 
     @property
     def grade(self) -> Grade | None:
-        """The grade of the surest match; None where nothing matches."""
+        """The grade of the surest match; None if nothing matches."""
         return self.matches[0].grade if self.matches else None
 
     @property
     def entry(self) -> KnownFailure | None:
-        """The entry that it is for certain."""
+        """The entry of the catalogue that the failure certainly is; None if none is certain."""
         return self.matches[0].entry if self.grade == "known" else None
 
 
 def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
-    """Reads the files, ``None`` being standard input, each once: logs, or dumps of torch's flight recorder.
+    """Reads logs and dumps of torch's flight recorder, each once, and explains the failure in them.
 
-    Raises UsageError for one that is neither. Several files are those of several ranks: then time stamps, where all
-    have them, decide what came first.
+    Several files are taken for the files of several ranks: if every exception has a time stamp, the time stamps decide
+    which came first.
+
+    Raises UsageError for a file that is neither a log nor a dump.
+
+    files: the paths; None for standard input.
     """
     logs = _Logs()
     for path in files:
@@ -245,7 +262,9 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
 
 
 class _Logs:
-    """The facts in all files that were read. There is a limit to groups that have no entry and no traceback."""
+    """Collects the facts of all files. After the first 2,000 groups, a group needs a signature or a traceback to be
+    kept.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
@@ -346,7 +365,9 @@ class _Logs:
         *,
         about_fsdp: bool,
     ) -> Reading | None:
-        """The reading of what is neither known nor another cause's: of a symptom, or of the exception itself."""
+        """Returns facts about an exception or a symptom; None if it is known for certain or has a cause other than
+        FSDP.
+        """
         if foreign or showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
         if cause is None:
@@ -374,7 +395,7 @@ class _Logs:
         )
 
     def _find_hang(self) -> Hang | None:
-        """The hang that the dumps show, which say more than the watchdog, or else the watchdog's."""
+        """Finds the hang in the dumps or, if they show none, in the watchdog's messages. The dumps say more."""
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
         return from_dumps or self._watchdog.find_hang()
 
@@ -385,8 +406,10 @@ class _Logs:
         return _names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
 
     def _match_hang(self, hang: Hang) -> list[Match]:
-        """The entries that it may be; known only where some ranks gather a model while others are elsewhere, or gather
-        it for an engine that takes it.
+        """Returns the entries that the hang may be.
+
+        An entry is known for certain only if some ranks gather a model while others wait elsewhere, or while others
+        gather the model and send it to an engine.
         """
         stacks = ["\n".join(reversed(waiting.frames)) for waiting in hang.waiting]
         is_apart = hang.differs and len({(_gathers(stack), _SENDING.search(stack) is None) for stack in stacks}) > 1
@@ -404,9 +427,9 @@ class _Logs:
 
 
 def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> bool:
-    """Returns whether the message, or the innermost frames, name FSDP, a DTensor or a sharded checkpoint.
+    """Returns whether the message or the innermost frames name FSDP, a DTensor or a sharded checkpoint.
 
-    Under FSDP any traceback that goes through a state dict or a gather does.
+    under_fsdp: whether the job uses FSDP. In such a job, frames of a state dict or a gather count as well.
     """
     if _is_raised_anywhere(message):
         return False
@@ -417,7 +440,7 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
 
 
 def _is_raised_anywhere(message: str) -> bool:
-    """Returns whether the traceback shows only the place at which the program was interrupted."""
+    """Returns whether the failure can be raised at any place, so that the traceback does not show its cause."""
     return _ANYWHERE.search(message) is not None
 
 
@@ -431,7 +454,10 @@ def _find_first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: st
 
 
 def _find_foreign_cause(raised: Raised) -> str:
-    """The cause that is not FSDP's, by the message, by who raised it, or by a mistake in the user's own line."""
+    """Names a cause other than FSDP; empty if there is none.
+
+    The message, the package that raised the exception, or a mistake in the user's own line shows such a cause.
+    """
     if named := _find_first_kind(_FOREIGN, raised.text):
         # Which device torch's own FSDP asks for is FSDP's matter.
         is_of_device = named == "a torch that does not fit the machine"
@@ -463,7 +489,7 @@ def _count_consequences(groups: list[Group], cause: Group | None) -> dict[str, i
 
 @functools.lru_cache(maxsize=4096)
 def _make_group_key(line: str) -> str:
-    """Returns a message's first line without what differs between ranks and attempts.
+    """Returns a message's first line without the parts that differ between ranks and attempts.
 
     line: the line with each digit replaced by 0.
     """
@@ -471,14 +497,17 @@ def _make_group_key(line: str) -> str:
 
 
 def _is_earlier(raised: Raised, other: Raised) -> bool:
-    """Compares by line within a file, else by time. Exceptions arrive in the order in which their tracebacks end."""
+    """Returns whether ``raised`` comes before ``other``: by line within one file, otherwise by time.
+
+    Exceptions arrive in the order in which their tracebacks end, which may be another order.
+    """
     if raised.file == other.file:
         return raised.line < other.line
     return raised.time is not None and other.time is not None and raised.time < other.time
 
 
 def _sort_groups(groups: list[Group]) -> list[Group]:
-    """Sorts by time where all have one; else in the order of the files and of their lines."""
+    """Sorts groups by time if all have one; otherwise in the order of the files and of their lines."""
     files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
     all_timed = all(group.first.time is not None for group in groups)
 

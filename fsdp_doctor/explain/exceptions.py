@@ -1,4 +1,6 @@
-"""The exceptions in a log: tracebacks of interleaved ranks, as Python, IPython or rich write them, whole or damaged."""
+"""Reads the exceptions in a log: tracebacks of interleaved ranks, in the forms of Python, IPython or rich, whole or
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +109,19 @@ _MIN_EQUAL = 16
 class Raised:
     """One exception in a log.
 
-    file, line: its place. source: who wrote it. time: seconds, of the last time stamp that this source wrote.
-    frames: of its traceback, outermost first, as far as they were kept. script: the file, not torch's, whose own line
-    raised it; empty where none is known to have. logged: it is in a record below the level of an error.
-    swallowed: another exception came while it was being handled. follows: it came while one was being handled that no
-    handler recovers from. quoted: a message in prose, which nothing raised here.
-    cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
-    as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
-    asserted: that line, where it is an assertion.
+    file, line: the place of the exception in the log.
+    source: the rank or process that wrote the exception.
+    time: the last time stamp that this source wrote, in seconds; None without time stamps.
+    frames: the frames of the traceback, outermost first; at most the innermost 40.
+    script: the file outside torch and Python whose own line raised the exception; empty if no such file is known.
+    logged: whether the exception is in a log record of a level below ERROR.
+    swallowed: whether another exception was raised while this exception was being handled.
+    follows: whether this exception was raised while an exception was being handled from which no program recovers.
+    quoted: whether the exception is only quoted in prose, and was not raised where it stands.
+    cut: whether the traceback ends before its exception; the message then says only this.
+    code: the line of code that raised the exception, as the log shows it below the innermost frame, or directly above a
+        message without frames; empty if that line is only a ``raise`` or ``assert``.
+    asserted: the same line if it is an assertion; empty otherwise.
     """
 
     file: str
@@ -142,9 +149,12 @@ class Raised:
 class _Open:
     """A traceback of one source that is still being read.
 
-    indent: how far all of it is indented. source: the last frame's line of code; None until it was read. lines: of this
-    source since it began. below: frames that stand below the exception, as where the newest line comes
-    first. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
+    indent: the number of columns by which the whole traceback is indented.
+    source: the line of code below the last frame; None until it was read.
+    lines: the number of lines of this source since the traceback began.
+    below: the frames below the exception, as in a log whose newest line comes first.
+    box: the lines inside the box that rich draws around a traceback.
+    fatal: whether this is the stack that the interpreter prints for a fatal error, innermost frame first.
     """
 
     began: Line
@@ -166,9 +176,9 @@ class _Open:
 
 
 class ExceptionReader:
-    """Finds the exceptions of one file. Feed it the pieces in order, then call ``end``.
+    """Finds the exceptions of one file. Call ``read`` with each piece in order, and then ``end``.
 
-    Most lines of a log belong to no exception: they cost a few substring searches and nothing else.
+    Most lines of a log belong to no exception. Such a line costs only a few substring searches.
     """
 
     def __init__(self, file: str) -> None:
@@ -225,7 +235,9 @@ class ExceptionReader:
         return found
 
     def _strip_label(self, line: Line) -> Line:
-        """The line without the label of a container that was before a traceback; the label becomes its source."""
+        """Removes a container's label from the line if the label stood before a traceback, and adds the label to the
+        line's source.
+        """
         if line.text.startswith(self._labels):
             label = next(label for label in self._labels if line.text.startswith(label))
             source = " ".join(filter(None, (line.source, label.strip(" |:[]"))))
@@ -275,7 +287,7 @@ class ExceptionReader:
             opened.raised = self._parse_raised(line, matches[-1], [before[:_MAX_MESSAGE_CHARACTERS]], opened.time)
 
     def _read_boxed(self, line: Line) -> None:
-        """Reads a line of a box, which is a traceback if its lid, its frames or its marker show that."""
+        """Reads a line of a box. The box is a traceback if its top edge, its frames or its ``❱`` marker show one."""
         opened = self._open.get(line.source)
         lid = line.text.lstrip().startswith("╭")
         if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
@@ -317,7 +329,7 @@ class ExceptionReader:
         opened.raised.message = _strip_repeated(message)[:_MAX_MESSAGE_CHARACTERS]
 
     def _read_below(self, opened: _Open, line: Line) -> bool:
-        """Reads a frame below the exception, or its line of code; False for a line that is neither."""
+        """Reads a frame below the exception, or the frame's line of code; returns False for any other line."""
         if (frame := _parse_frame(line.text)) is not None and len(opened.below) < _MAX_FRAMES:
             opened.below.append(_strip_repeated(frame))
             return True
@@ -365,7 +377,7 @@ class ExceptionReader:
             opened.source = text.strip()
 
     def _read_alone(self, line: Line, present: _Present) -> None:
-        """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
+        """Reads a line outside any traceback: a frame without a header, an exception, or a known message."""
         if (frame := _parse_frame(line.text)) is not None:
             # A frame is two columns within its traceback.
             indent = _measure_indent(line.text)
@@ -392,14 +404,18 @@ class ExceptionReader:
             self._found.append(self._make_raised(line, []))
 
     def _find_code_above(self, line: Line) -> str:
-        """The line of code right above a message that has no frames, of the same source; empty where there is none."""
+        """Returns the line of code directly above a message without frames, if the same source wrote both; empty
+        otherwise.
+        """
         marked, above = (parse_line(0, raw) for raw in self._above)
         code = marked if _MARKS.match(above.text) else above
         is_code = code.source == line.source and _CALLING.match(code.text) and not _RAISES.match(code.text.strip())
         return code.text.strip()[:_MAX_FRAME] if is_code else ""
 
     def _find_assertion_above(self, line: Line) -> str:
-        """The assertion right above an exception that has no frames, of the same source; empty if there is none."""
+        """Returns the assertion directly above an exception without frames, if the same source wrote both; empty
+        otherwise.
+        """
         above = parse_line(0, self._above[1])
         text = above.text.strip()
         return text[:_MAX_FRAME] if above.source == line.source and text.startswith("assert ") else ""
@@ -442,7 +458,7 @@ class ExceptionReader:
             self._found.append(raised)
 
     def _close_old(self, number: int) -> None:
-        """Ends tracebacks that nothing continues; they are in the order in which they began."""
+        """Ends tracebacks that have had no line for a long time, the oldest first."""
         while self._open:
             source, opened = next(iter(self._open.items()))
             if number - opened.began.number <= _MAX_LINES and len(self._open) <= _MAX_SOURCES:
@@ -453,7 +469,9 @@ class ExceptionReader:
                 by_source.popitem(last=False)
 
     def _find_time(self, line: Line) -> float | None:
-        """The time of the line, or of the last line before it by the same source that has one."""
+        """Returns the time of the line or, if it has none, of the last line with a time that the same source wrote
+        before.
+        """
         while self._recent:
             raw = self._recent.popleft()
             if (time := parse_time(raw)) is not None:
@@ -464,7 +482,9 @@ class ExceptionReader:
 
 
 def _order_frames(frames: list[str]) -> list[str]:
-    """Frames from below an exception, outermost first: a log whose newest line comes first has them the other way."""
+    """Returns frames that stood below an exception with the outermost first. They are reversed if the newest line of
+    the log comes first.
+    """
     is_reversed = frames[-1].endswith("in <module>") or (
         _IN_PACKAGE.search(frames[0]) and not _IN_PACKAGE.search(frames[-1])
     )
@@ -472,7 +492,7 @@ def _order_frames(frames: list[str]) -> list[str]:
 
 
 def _strip_repeated(text: str) -> str:
-    """A line without Ray's count of how often it was written."""
+    """Removes Ray's note of how often a line was repeated."""
     return _REPEATED.sub("", text) if "[repeated" in text else text
 
 
@@ -481,7 +501,7 @@ def _measure_indent(text: str) -> int:
 
 
 def _parse_frame(text: str) -> str | None:
-    """The frame of a traceback that a line is, as Python writes it, or None."""
+    """Returns the traceback frame in a line, written as Python writes it; None if the line has no frame."""
     if "File " not in text:
         return None
     if _PYTHON.match(text):
@@ -492,10 +512,12 @@ def _parse_frame(text: str) -> str | None:
 
 
 def _find_raising_file(innermost: str, source: str, message: str) -> str:
-    """The file of a traceback's innermost frame, if its line raised the message and it is not torch's; else empty.
+    """Returns the file of a traceback's innermost frame, if its own code raised the message; empty otherwise.
 
-    A line that raises nothing itself may call C++, which raises without a frame. A package passes on what torch raised,
-    so its line must have words of the message. source: that line.
+    A line without ``raise`` or ``assert`` may have called C++, which raises without a frame. A line in a package must
+    contain words of the message, because packages also raise torch's exceptions again.
+
+    source: the line of code of the innermost frame.
     """
     if not _RAISES.match(source) or (match := _FILE.match(innermost)) is None:
         return ""
@@ -511,19 +533,19 @@ def _has_words_of(source: str, message: str) -> bool:
 
 
 def _begins_box(text: str) -> bool:
-    """Returns whether a line in a box belongs to a traceback: it has the marker, or a frame."""
+    """Returns whether a line in a box belongs to a traceback: it contains a frame or the ``❱`` marker."""
     content = _read_box_content(text)
     return "❱" in content or _RICH_BEGIN.match(content) is not None
 
 
 def _read_box_content(text: str) -> str:
-    """The text between the sides of the box, with its indentation."""
+    """Returns the text between the sides of the box, with its indentation."""
     text = text.strip().removeprefix("│").removeprefix("┃").removeprefix(" ")
     return text.removesuffix("│").removesuffix("┃").rstrip()
 
 
 def _list_frames_in_box(lines: Iterable[str]) -> Iterator[str]:
-    """The frames in the content of one box."""
+    """Yields the frames in the content of one box."""
     joined = ""
     for line in (*lines, ""):
         if line and not _RICH_SOURCE.match(line) and len(joined) < _MAX_FRAME:

@@ -1,7 +1,7 @@
-"""Dumps of torch's flight recorder, which each rank writes when a collective times out, as a pickle or as JSON.
+"""Reads dumps of torch's flight recorder, which each rank writes as a pickle or as JSON when a collective times out.
 
-The last collectives in the dumps show at which collective the ranks differ. The dumps are ``comm_lib_trace_rank_N`` or
-``nccl_trace_rank_N`` in the folder of TORCH_FR_DUMP_TEMP_FILE.
+The last collectives in the dumps show where the ranks differ. The dumps are files ``comm_lib_trace_rank_N`` or
+``nccl_trace_rank_N`` in the directory of TORCH_FR_DUMP_TEMP_FILE.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Call:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """The name and the sizes, which are equal on all ranks that call the same."""
+        """The name and the sizes, which are equal on all ranks that call the same collective."""
         return self.name, self.sent, self.received
 
 
@@ -55,9 +55,11 @@ class Dump:
 
 
 def read_dump(path: pathlib.Path, index: int) -> Dump | None:
-    """The dump in a file; None where it is something else. index: the rank where the file's name has none.
+    """Reads the dump in a file; returns None if the file is something else.
 
     Raises UsageError for a dump that cannot be read.
+
+    index: the rank, if the file's name does not end with one.
     """
     try:
         if not path.is_file():
@@ -81,7 +83,9 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
 
 
 def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
-    """Finds each rank's place: at the first collective that differs, or else in the one that did not end."""
+    """Finds where each rank waits: at the first collective in which the ranks differ, or else in the first that did not
+    end.
+    """
     groups = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     for name in groups:
         members = [dump for dump in dumps if name in dump.groups]
@@ -96,7 +100,7 @@ def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads containers, texts and numbers: nothing that a pickle names is imported or called."""
+    """Reads containers, texts and numbers. Nothing that a pickle names is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -150,7 +154,7 @@ def _parse_group(entry: Mapping[str, Any]) -> str:
 
 
 def _parse_sizes(value: Any) -> str:
-    """``[[4, 8]]`` as ``4x8``, several with a comma."""
+    """Writes ``[[4, 8]]`` as ``4x8``, and several shapes separated by commas."""
     shapes = value[:4] if isinstance(value, list | tuple) else []
     texts = [
         "x".join(str(_read_number(size)) for size in shape[:8]) for shape in shapes if isinstance(shape, list | tuple)
@@ -177,7 +181,9 @@ def _read_number(value: Any) -> int | None:
 
 
 def _find_first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
-    """The first number at which one rank calls something else than another, or nothing while another goes on."""
+    """Finds the first number at which two ranks call different collectives, or at which one rank waits and another has
+    no call.
+    """
     begin = max(min(of_rank) for of_rank in calls)
     end = max(max(of_rank) for of_rank in calls)
     for number in sorted(number for number in set().union(*calls) if begin <= number <= end):

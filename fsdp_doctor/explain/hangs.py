@@ -1,4 +1,4 @@
-"""A hang: the collective in which each rank waited, by NCCL's watchdog, and sentences on where the ranks differ."""
+"""Describes a hang: the collective in which each rank waits, and where the ranks differ."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ _MAX_SENTENCES = 4
 class Waiting:
     """One rank in a collective that did not end.
 
-    group: the process group's name. op: ALLGATHER and so on, empty where it is not known. number: the collective's in
-    its group. sent, received: sizes, in elements or as shapes. enqueued, completed: the last numbers that this rank has
-    launched and finished. entered: whether it came to the collective that the others wait in. frames: who called it,
-    innermost first.
+    group: the name of the process group.
+    op: the operation, such as ALLGATHER; empty if it is not known.
+    number: the number of the collective in its group.
+    sent, received: the sizes of the input and of the output, as numbers of elements or as shapes.
+    waited_s: the time that the rank waited, in seconds.
+    enqueued, completed: the numbers of the last collectives that this rank launched and completed.
+    entered: whether the rank reached the collective in which the others wait.
+    frames: the frames of the call, innermost first.
     """
 
     rank: int
@@ -53,13 +57,15 @@ class Waiting:
 
     @property
     def call(self) -> str:
-        """``ALLGATHER 126``, as far as it is known."""
+        """The operation and its number, such as ``ALLGATHER 126``, as far as they are known."""
         number = self.number if self.number is not None else "" if self.completed is None else self.completed + 1
         return f"{self.op or 'collective'} {number}".strip()
 
     @property
     def group_size(self) -> int | None:
-        """Counts the ranks that gather or scatter together, by the sizes; None where the sizes do not tell."""
+        """The number of ranks that gather or scatter together, computed from the sizes; None if the sizes do not
+        determine it.
+        """
         if not (self.sent.isdigit() and self.received.isdigit() and self.op in ("ALLGATHER", "REDUCE_SCATTER")):
             return None
         small, large = sorted((int(self.sent), int(self.received)))
@@ -68,7 +74,12 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """waiting: by rank. parting: sentences on where the ranks differ. differs: whether they are in different places."""
+    """A hang of collectives.
+
+    waiting: the ranks that wait, sorted by group and rank.
+    sentences: sentences for the user about where the ranks differ.
+    differs: whether the ranks are in different places.
+    """
 
     waiting: tuple[Waiting, ...]
     sentences: tuple[str, ...]
@@ -76,7 +87,10 @@ class Hang:
 
 
 def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang | None:
-    """The hang of the ranks that are known to wait. sentences: what an analysis in the log has said already."""
+    """Makes the hang of the ranks that are known to wait; None if there are no ranks and no sentences.
+
+    sentences: the findings of an analysis that the log already contains.
+    """
     ranks = sorted(waiting, key=lambda rank: (rank.group, rank.rank))
     if not ranks and not sentences:
         return None
@@ -86,7 +100,7 @@ def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-3 and 5``."""
+    """Writes ranks as ``rank 3`` or ``ranks 0-3 and 5``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -102,7 +116,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
-    """A sentence on where the ranks are, and whether they differ."""
+    """Returns a sentence on where the ranks are, and whether they are in different places."""
     late = [rank for rank in waiting if not rank.entered]
     inside = [rank for rank in waiting if rank.entered]
     if late and inside:
@@ -137,7 +151,7 @@ def _describe_places(waiting: list[Waiting]) -> str:
 
 
 def _describe_delay(waiting: list[Waiting]) -> str:
-    """The ranks that are behind, where all are numbered in one group."""
+    """Names the ranks that are behind, if all ranks are numbered in one group; empty otherwise."""
     numbers = [rank.number for rank in waiting if rank.number is not None]
     if len(numbers) < len(waiting) or len({rank.group for rank in waiting}) > 1 or min(numbers) == max(numbers):
         return ""
@@ -177,7 +191,7 @@ def _capitalize(text: str) -> str:
 
 
 class WatchdogReader:
-    """Collects the watchdog's messages from the pieces of files, in order. The first time-out of a rank counts."""
+    """Collects the watchdog's messages from pieces of files in order. Only the first time-out of each rank counts."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting] = {}
@@ -230,7 +244,9 @@ class WatchdogReader:
                 self._stacks[line.source] = rank
 
     def _find_rank(self, line: Line) -> int | None:
-        """The rank in the job, which stands before the line; the watchdog's own may be that in a group."""
+        """Returns the rank in the job from the prefix of the line; without a prefix, the watchdog's rank, which may be
+        one within a group.
+        """
         if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))
         elif match := _RANK.search(line.text):

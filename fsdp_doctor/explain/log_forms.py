@@ -1,4 +1,4 @@
-"""Forms in which a log is exported or pasted, undone line by line: JSON, HTML, numbers, words wrapped at a width."""
+"""Restores the lines of a log that was exported or pasted as JSON, as HTML, with line numbers, or wrapped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ _NARROWEST, _WIDEST, _LONGEST_WORD = 60, 132, 24
 
 
 class FormReader:
-    """Undoes the forms of one file; feed it the lines of its pieces in order. The first piece shows how lines begin."""
+    """Undoes the forms of one file. Call ``undo`` with the lines of each piece in order; the first piece shows how
+    lines begin.
+    """
 
     def __init__(self) -> None:
         self._separator: str | None = None
@@ -67,7 +69,10 @@ class FormReader:
         self._is_document: bool | None = None
 
     def undo(self, lines: Sequence[str], whole: str) -> tuple[Sequence[str], Sequence[int]]:
-        """The lines as the programs wrote them, and the index at which each began. whole: all of them as one text."""
+        """Returns the lines as the programs wrote them and, for each, the index of the given line in which it began.
+
+        whole: all the given lines as one text.
+        """
         begins: Sequence[int] = range(len(lines))
         if self._separator is None and lines:
             self._separator = _find_separator(lines)
@@ -143,7 +148,7 @@ def _undo_json(line: str) -> list[str]:
 
 
 def _list_texts(value: dict[str, Any]) -> list[str]:
-    """The lines in the texts of a JSON object, with its rank and its time before each."""
+    """Lists the lines in the texts of a JSON object, each preceded by the object's rank and time."""
     rank = next((value[key] for key in _RANK_KEYS if str(value.get(key, "")).isdecimal()), None)
     time = next((str(value[key]) for key in _TIME_KEYS if _ISO_TIME.match(str(value.get(key, "")))), "")
     before = (f"{time} " if time else "") + (f"[rank{rank}]: " if rank is not None else "")
@@ -169,7 +174,7 @@ def _break_text(text: str) -> list[str]:
 
 
 def _undo_escapes(line: str) -> list[str]:
-    """The lines of a traceback that stands in one line with its line ends as escapes; else the line itself."""
+    """Splits a line that contains a whole traceback with escaped line ends; any other line is returned alone."""
     if "\\n" not in line or (match := _ESCAPED.search(line)) is None:
         return [line]
     end = match["end"] or match["other"]
@@ -190,9 +195,9 @@ def _undo_escapes(line: str) -> list[str]:
 
 
 def measure_words_width(lines: Sequence[str], begins_line: Callable[[str], object]) -> int:
-    """The width at which lines were broken between words; 0 where none was broken before that width.
+    """Measures the width at which lines were broken between words; 0 if the lines were not broken.
 
-    begins_line: whether a line is the first of one whatever stands before it.
+    begins_line: a function that tells whether a line begins a message, and so does not continue the line before it.
     """
     width = max(map(len, lines), default=0)
     if not _NARROWEST <= width <= _WIDEST:
@@ -210,7 +215,7 @@ def measure_words_width(lines: Sequence[str], begins_line: Callable[[str], objec
 
 
 def join_words(lines: Sequence[str], width: int, begins_line: Callable[[str], object]) -> tuple[list[str], list[int]]:
-    """The lines that were broken between words as they were, and the index at which each began."""
+    """Joins the lines that were broken between words, and returns the index at which each joined line began."""
     joined: list[str] = []
     begins: list[int] = []
     for at, line in enumerate(lines):
@@ -228,7 +233,7 @@ def join_words(lines: Sequence[str], width: int, begins_line: Callable[[str], ob
 
 
 def _is_broken(line: str, following: str, width: int) -> bool:
-    """Says whether the first word of the following line had no place in the one before it."""
+    """Returns whether ``line`` was broken at ``width``: the first word of the following line had no room in it."""
     before, word = line.rstrip(), following.split(maxsplit=1)[:1]
     if not before or not word or following[:1].isspace():
         return False

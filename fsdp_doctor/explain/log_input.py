@@ -1,6 +1,6 @@
-"""A log as lines, whatever the form in which it was kept or pasted, each with the rank or process that wrote it.
+"""Reads a log, in whatever form it was kept or pasted, as lines with the rank or process that wrote each.
 
-This is the only place that knows of forms: of encodings, colours, line ends, the width of a terminal, prefixes.
+Encodings, colours, line ends, the width of a terminal and prefixes are known only here and in ``log_forms``.
 """
 
 from __future__ import annotations
@@ -78,9 +78,14 @@ _USUAL_WIDTHS = frozenset({*range(60, _WIDEST + 1, 10), 72, 79, 99, 132})
 
 
 class Line(NamedTuple):
-    """One line: its number, who wrote it ("" if unknown), the text after its prefixes, and the whole line.
+    """One line of a log.
 
-    stamped: whether one of the prefixes is only a time, as a container or a program's next message has.
+    number: the number of the line in its file.
+    source: the rank or process that wrote the line; empty if it is not known.
+    text: the text after the prefixes.
+    raw: the whole line.
+    stamped: whether one of the prefixes is only a time, which a container writes before each line and a program before
+        each message.
     """
 
     number: int
@@ -94,9 +99,10 @@ class Line(NamedTuple):
 class LogPiece:
     """A piece of a log.
 
-    text: the whole text. lines: the lines as the programs wrote them. numbers: for each of them, the number of the
-    file's line in which it begins. written: the lines of the file, where a terminal may have broken one line into
-    several.
+    text: the whole text.
+    lines: the lines as the programs wrote them.
+    numbers: for each of ``lines``, the number of the file's line in which it begins.
+    written: the lines of the file, in which a terminal may have broken one line into several.
     """
 
     text: str
@@ -106,7 +112,11 @@ class LogPiece:
 
 
 class LogInput:
-    """One log; ``None`` is standard input. truncated: whether only its first MAX_STREAM bytes were read."""
+    """One log.
+
+    path: the file; None for standard input.
+    truncated: whether the log was read only up to MAX_STREAM bytes.
+    """
 
     def __init__(self, path: pathlib.Path | None) -> None:
         self.path = path
@@ -114,7 +124,7 @@ class LogInput:
         self.truncated = False
 
     def read_pieces(self) -> Iterator[LogPiece]:
-        """The log piece by piece, about a mebibyte each, without colours.
+        """Yields the log in pieces of about a mebibyte, without colours.
 
         Raises UsageError for a file that cannot be read, is empty, or is not text.
         """
@@ -145,7 +155,7 @@ class LogInput:
             raise UsageError(f"{self.name} is empty")
 
     def _decode_texts(self) -> Iterator[str]:
-        """The log as text, without its colours."""
+        """Yields the log as text, without its colours."""
         data = self._read()
         first = next(data, b"")
         if first.startswith(_GZIP):
@@ -190,7 +200,7 @@ def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _detect_encoding(first: bytes) -> str:
-    """Detects the encoding by a mark, or by zeros at every other place, as UTF-16 has them in ASCII text."""
+    """Detects the encoding by a byte order mark, or by zeros at every second byte, which ASCII text has in UTF-16."""
     for mark, encoding in _MARKS:
         if first.startswith(mark):
             return encoding
@@ -202,7 +212,7 @@ def _detect_encoding(first: bytes) -> str:
 
 
 def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """The content of a gzip file, as far as it goes; of several members, one after the other."""
+    """Yields the content of a gzip file up to the end of the data. The members of the file are joined."""
     inflate = zlib.decompressobj(wbits=31)
     try:
         for part in data:
@@ -219,8 +229,8 @@ def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
 def _is_binary(data: bytes) -> bool:
     """Returns whether the data is binary, judged by its beginning.
 
-    Data is binary if it has a known binary format, or if more than a tenth of it are control characters; if much of it
-    is not valid UTF-8, half as many control characters suffice.
+    Data is binary if it begins like a known binary format, or if more than a tenth of it is control characters. If much
+    of it is not valid UTF-8, half as many control characters suffice.
     """
     begin = data[:4096]
     control = len(begin) - len(begin.translate(None, _NOT_TEXT))
@@ -229,7 +239,7 @@ def _is_binary(data: bytes) -> bool:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Whole lines, and the beginning of one that goes on; a line without end is cut."""
+    """Splits a text into its whole lines and the rest. A very long text without a line end counts as a whole line."""
     end = text.rfind("\n") + 1
     if not end and len(text) > _MAX_LINE:
         end = len(text)
@@ -256,10 +266,11 @@ def _find_common_label(lines: Sequence[str]) -> str:
 
 
 def _measure_wrapped_width(lines: Sequence[str]) -> int:
-    """The width at which a terminal has broken the lines of a log; 0 where nothing looks like that.
+    """Measures the width at which a terminal broke the lines of a log; 0 if the lines were not broken.
 
-    No line is wider, and the lines of that width go on in the next: a single one where that width is usual, or where it
-    ends within a path, and several where it is not. Lines of one form, as of a progress bar, are no such lines.
+    No line is wider than this width, and most lines of this width continue in the next line. One such line is enough if
+    the width is usual for a terminal or if the line ends within a path; otherwise there must be two. Lines of one form,
+    such as those of a progress bar, do not count.
     """
     width = max(map(len, lines))
     if not _NARROWEST <= width <= _WIDEST:
@@ -271,7 +282,10 @@ def _measure_wrapped_width(lines: Sequence[str]) -> int:
 
 
 def _goes_on(line: str, following: str) -> bool:
-    """Returns whether the rest of a broken line may follow. line: the part that was read."""
+    """Returns whether ``following`` may be the rest of a broken line.
+
+    line: the part that was read so far.
+    """
     if line[:1] in BOX:
         return following[:1] not in BOX and line[-1:] not in _ENDS
     if (
@@ -296,7 +310,7 @@ def _find_shape(line: str) -> str:
 
 
 def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int]]:
-    """The lines that a terminal has broken as they were, and the index at which each began."""
+    """Joins the lines that a terminal broke, and returns the index at which each joined line began."""
     joined: list[str] = []
     begins: list[int] = []
     for at, line in enumerate(lines):
@@ -310,14 +324,16 @@ def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int
 
 
 def split_lines(number: int, raw: str) -> list[Line]:
-    """The lines that were joined in one; mostly there is only one."""
+    """Splits a line into the lines that were joined in it; usually there is only one."""
     raw = raw[:_MAX_LINE]
     is_joined = raw.find("[rank", 1) > 0 or "   20" in raw
     return [parse_line(number, piece) for piece in (_JOINT.split(raw) if is_joined else [raw])]
 
 
 def parse_line(number: int, raw: str) -> Line:
-    """Parses a line into its text and its prefixes; it can have several: a time, then Ray's, then torchrun's."""
+    """Separates the text of a line from its prefixes. There may be several: a time, Ray's prefix, and torchrun's
+    prefix.
+    """
     sources: list[str] = []
     position, stamped = 0, False
     raw = raw[:_MAX_LINE]
@@ -351,7 +367,7 @@ def has_clock(raw: str) -> bool:
 
 
 def parse_time(raw: str) -> float | None:
-    """Seconds of the first time stamp in the line, on an arbitrary but common scale; None if there is none."""
+    """Returns the first time stamp in the line, in seconds on an arbitrary but common scale; None if there is none."""
     if not has_clock(raw):
         return None
     if match := _STAMP.search(raw):

@@ -1,4 +1,4 @@
-"""A reading of a failure or a symptom that the catalogue does not know for certain: what the log itself shows of it."""
+"""Reads facts from the log about a failure or a symptom for which the catalogue has no certain entry."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _HINTS = ("loss", "grad_norm", "esum", "oad", "estored", "sav", "Sav", *_SYMPTOM
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which things do not fit; its fields are explained in ``mechanisms.toml``."""
+    """One way in which two facts of a job contradict each other. ``mechanisms.toml`` explains the fields."""
 
     shown: tuple[re.Pattern[str], ...]
     clash: str
@@ -89,7 +89,14 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Facts that the log shows. who, when: empty where no frame says it. lines: from which it was read, as places."""
+    """Facts that the log shows about a failure or a symptom.
+
+    clash: the contradiction, as a sentence without its full stop; empty if none was recognized.
+    decide: the command or the question that would lead to the cause; empty if there is none.
+    who: the library that raised the exception; empty if no frame shows it.
+    when: the phase of the job; empty if no frame shows it.
+    lines: the places in the log from which these facts were read.
+    """
 
     clash: str
     decide: str
@@ -107,7 +114,7 @@ def read_mechanisms() -> tuple[Mechanism, ...]:
 
 
 def read_failure(raised: Raised) -> Reading | None:
-    """The reading of one exception; None where neither its message nor its frames say anything."""
+    """Returns the facts about one exception; None if neither its message nor its frames show any."""
     text = " ".join((*raised.text.split(), raised.asserted))
     clash, decide = next(
         (found for mechanism in read_mechanisms() if not mechanism.symptom and (found := _apply(mechanism, text))),
@@ -139,7 +146,7 @@ def _find_place(table: Sequence[tuple[str, str]], frames: Sequence[str]) -> str:
 
 
 class SymptomReader:
-    """Finds symptoms in a log that has no exception. Feed it the pieces of one file in order."""
+    """Finds the first symptom in a log without exceptions. Call ``read`` with the pieces of one file in order."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -158,7 +165,10 @@ class SymptomReader:
                 self._read_line(number, raw, hints)
 
     def _read_line(self, number: int, raw: str, hints: Sequence[str]) -> None:
-        """hints: the hints that occur anywhere in the piece."""
+        """Looks for a symptom in one line.
+
+        hints: the hints that occur anywhere in the piece.
+        """
         figures = {}
         if "loss" in raw or "grad_norm" in raw:
             figures = {match["name"]: float(match["value"]) for match in _FIGURE.finditer(raw)}
@@ -190,7 +200,7 @@ class SymptomReader:
                     self._find(*found, number)
 
     def _compare_directories(self, number: int, text: str, source: str) -> None:
-        """Compares where the ranks say that they save: two names in one directory are two checkpoints."""
+        """Finds two ranks that save to different names in one directory, and so write two checkpoints."""
         saved, rank = _SAVED_TO.search(text), _RANK.search(text)
         source = source or (rank[0].strip("[]") if rank else "")
         if saved is None or not source or "rank" in saved["path"]:

@@ -1,4 +1,4 @@
-"""An explanation, and an entry of the catalogue, as text and as JSON."""
+"""Renders an explanation, or an entry of the catalogue, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def render_json(explanation: Explanation) -> str:
 
 
 def choose_frames(raised: Raised) -> list[str]:
-    """Returns the innermost frame, preceded by the innermost frame outside of torch if that is another."""
+    """Returns the innermost frame, preceded by the innermost frame outside torch if that is another frame."""
     outside = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
     return list(dict.fromkeys([*outside[-1:], *raised.frames[-1:]]))
 
 
 def _needs_report(explanation: Explanation) -> bool:
-    """Returns whether the failure is of FSDP and not known for certain to the catalogue."""
+    """Returns whether the failure is about FSDP and has no certain entry in the catalogue."""
     return explanation.showing != "nothing" and explanation.about_fsdp and explanation.entry is None
 
 
@@ -107,7 +107,7 @@ def _needs_report(explanation: Explanation) -> bool:
 
 
 def _render_answer(explanation: Explanation) -> list[str]:
-    """The answer on a failure, in one sentence; of anything else the heading is the answer."""
+    """Renders the answer to a failure in one sentence; empty for other logs, whose heading is the answer."""
     if explanation.showing != "failure":
         return []
     if explanation.foreign:
@@ -137,7 +137,7 @@ def _write_decision(reading: Reading | None) -> list[str]:
 
 
 def _render_reading(explanation: Explanation) -> list[str]:
-    """The reading, apart from what the answer has of it."""
+    """Renders the facts of the reading that are not already in the answer."""
     reading = explanation.reading
     if reading is None:
         return []
@@ -193,7 +193,7 @@ def _render_cause(heading: str, group: Group) -> list[str]:
 
 
 def _render_host_memory_hint(explanation: Explanation) -> list[str]:
-    """A hint that a process which left no message may have been killed for lack of host memory."""
+    """Renders a hint that a process without a message may have been killed for lack of host memory."""
     if explanation.killed_for_memory:
         return [f"A process was killed for lack of host memory ({explanation.killed_for_memory}): look there first."]
     if explanation.summary is None or explanation.summary.ended != "SIGKILL":
@@ -238,7 +238,9 @@ def _came_first(other: Raised, cause: Group | None) -> bool:
 
 
 def _name_raising_ranks(group: Group) -> str:
-    """Names the ranks that raised it, or says how often it was raised; empty for a single time by an unknown rank."""
+    """Names the ranks that raised the exception; if they are not known, says how often it was raised, if more than
+    once.
+    """
     sources = sorted((source for source in group.sources if source), key=_make_natural_key)
     if not sources:
         return f" ({group.count} times)" if group.count > 1 else ""
@@ -268,10 +270,11 @@ def render_entry(entry: KnownFailure, width: int) -> list[str]:
 def _render_body(
     entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "", is_named: bool = False
 ) -> list[str]:
-    """The entry without its name.
+    """Renders the entry without its name.
 
-    conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
-    is_named: whether its first remedy stands in the answer.
+    conditions: the questions that are open before the entry is certain.
+    places: the traceback, which selects the frameworks whose remedies are rendered; empty for all frameworks.
+    is_named: whether the answer already has the first remedy.
     """
     lines = []
     if conditions:
@@ -300,7 +303,10 @@ def _render_body(
 
 
 def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
-    """The remedies, those for the users of frameworks in the traceback first. places: it; empty for all frameworks."""
+    """Lists the remedies for users of the frameworks in the traceback, and then the general remedy.
+
+    places: the traceback; empty to list the remedies for all frameworks.
+    """
     named = [
         f"Remedy in {framework}: {entry.advise(framework)}"
         for framework in entry.remedies
@@ -340,7 +346,7 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
 
 
 def make_command(entry: KnownFailure) -> str:
-    """The command that reproduces it, or nothing."""
+    """Returns the command that reproduces the failure; empty if no case does."""
     if not entry.reproduced:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
@@ -348,14 +354,14 @@ def make_command(entry: KnownFailure) -> str:
 
 
 def make_remedy_command(entry: KnownFailure) -> str:
-    """The command that runs a case in which the remedy is followed, or nothing."""
+    """Returns the command that runs a case with the remedy; empty if there is no such case."""
     if entry.remedy_run == NOT_RUN or "::" in entry.remedy_run:
         return ""
     return f"fsdp-doctor probe --case '{entry.remedy_run}'"
 
 
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
-    """The known entry whole, or the likely ones; of possible ones no more than what would decide between them."""
+    """Renders the certain entry or the first likely entries whole, and of possible entries only what is open."""
     matches = explanation.matches
     places = _join_places(explanation)
     grade = matches[0].grade
@@ -410,7 +416,7 @@ def _find_calling_frame(waiting: Waiting) -> str:
 
 
 def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
-    """Ranks that are in the same place share a row; an empty column is left out."""
+    """Renders a table of the ranks. Ranks in the same place share a row; an empty column is left out."""
     rows: dict[tuple[str, ...], list[Waiting]] = {}
     for rank in waiting:
         call = rank.call if rank.entered else f"not in this call; last in {rank.call}"

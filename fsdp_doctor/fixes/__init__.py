@@ -1,15 +1,15 @@
-"""Fixes of frameworks' functions: replacements in this library's calls, for releases whose source is known.
+"""Replaces functions of frameworks by calls of this library, for releases whose source is known.
 
-entry       what a fix is, and the table of them
-sources     finds a function in the installed release, and whether its source is known
-applying    replaces it in this process, and refuses what it does not know
-fixed_job   runs a user's job with the fixes, and reads what its processes reported
-job_hook    runs in the job's processes when a framework is imported
-patches     a fix as a patch of the release
-sending     what the replacements of senders share
+entry       the type of a fix, and the table of all fixes
+sources     finds a function in the installed release, and checks whether its source is known
+applying    replaces the function in this process, and refuses a source that is not known
+fixed_job   runs a user's job with fixes, and reads the reports of its processes
+job_hook    applies fixes in the job's processes when a framework is imported
+patches     writes fixes as a patch of the release
+sending     functions that the replacements of senders share
 on_verl     the replacements for verl; on_trl, on_peft, on_accelerate, on_lightning, on_transformers for the others
 
-Nothing is replaced by default, and nothing is written: a fix lasts as long as the process. The replacements alone
+Nothing is replaced by default, and no file is changed: a fix lasts as long as the process. Only the replacements
 import torch.
 """
 

@@ -1,4 +1,4 @@
-"""Replaces a framework's functions in this process, where their source is one that a fix was written for."""
+"""Replaces a framework's functions in this process, if their source is one for which a fix was written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from fsdp_doctor.machine.versions import read_installed_versions
 
 
 class _Place(NamedTuple):
-    """owner: a class or a module. name: the function's in it."""
+    """A place that holds a function.
+
+    owner: a class or a module.
+    name: the name of the function in the owner.
+    """
 
     owner: type[Any] | ModuleType
     name: str
@@ -31,10 +35,14 @@ class _Place(NamedTuple):
 
 @dataclass(kw_only=True)
 class AppliedFix:
-    """A fix in this process.
+    """A fix that is applied in this process.
 
-    places: the class that has the function, or the modules that have it, each with the function's name there; none if
-    a patch of the framework decorates it. num_calls, num_left: calls so far, and those that the original answered.
+    version: the installed version of the framework's distribution.
+    places: the class that contains the function, or the modules that contain it, each with the function's name there;
+        empty if a patch of the framework decorates the function.
+    original: the function that was replaced.
+    num_calls: the number of calls so far.
+    num_left: the number of calls so far that the original answered.
     """
 
     fix: FrameworkFix
@@ -46,19 +54,19 @@ class AppliedFix:
     _said: set[str] = field(default_factory=set, init=False, repr=False)
 
     def say_once(self, what: str) -> None:
-        """Writes a line to stderr, the first time that there is such a line to write."""
+        """Writes a line to stderr, unless this fix has already written the same line."""
         if what not in self._said:
             self._said.add(what)
             _say(self.fix, what)
 
     def report_overriding_classes(self) -> None:
-        """Reports the classes made since that override the function, with which the replacement is not what runs."""
+        """Reports classes that override the function, and so run their own function and not the replacement."""
         for owner, name in self.places:
             for subclass in _list_overriding_classes(owner, name) if isinstance(owner, type) else ():
                 write_event("overridden", fix=self.fix.id, by=f"{subclass.__module__}.{subclass.__qualname__}")
 
     def revert(self) -> None:
-        """Puts the original back, also into the modules that have imported the replacement since."""
+        """Puts the original back, also into modules that have imported the replacement."""
         first = self.places[0]
         replacement = getattr(first.owner, first.name)
         for owner, name in (*self.places, *_list_modules_with(replacement)):
@@ -70,20 +78,20 @@ _applied: dict[str, AppliedFix] = {}
 
 
 def apply(framework: str) -> list[AppliedFix]:
-    """Replaces the functions of a framework that a fix was written for, and writes a line to stderr for each.
+    """Replaces the functions of a framework for which there are fixes, and writes a line to stderr for each.
 
-    All are looked at before one is replaced. A second call changes nothing, and returns the same.
+    All functions are checked before the first is replaced. A second call changes nothing and returns the same fixes.
 
-    Raises UsageError for a framework without fixes; CannotRun where the framework is not installed, no fix is for its
-    version, the function's source is not one of those that the fix was written for, somebody else has replaced it, or
-    a class outside of the framework overrides it.
+    Raises UsageError for a framework without fixes. Raises CannotRun if the framework is not installed, if no fix is
+    for its version, if the function's source is not one for which the fix was written, if something else has already
+    replaced the function, or if a class outside the framework overrides it.
     """
     _apply(choose_fixes(framework))
     return [applied for applied in _applied.values() if applied.fix.framework == framework]
 
 
 def apply_to_module(module: str, ids: Collection[str]) -> None:
-    """Applies the fixes of the given ids whose function is in a module. Raises as :func:`apply`."""
+    """Applies the fixes with the given ids whose function is in a module. Raises as :func:`apply`."""
     frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.module == module}
     for framework in sorted(frameworks):
         fixes = [fix for fix in choose_fixes(framework) if fix.id in ids]
@@ -92,7 +100,7 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def hold_fix(id: str) -> Iterator[AppliedFix]:
-    """Applies a fix until the block ends, or the process if it was applied before. Raises as :func:`apply`."""
+    """Applies a fix until the block ends. A fix that was applied before stays applied. Raises as :func:`apply`."""
     was_applied = id in _applied
     fixes = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
     if not fixes:
@@ -107,7 +115,7 @@ def hold_fix(id: str) -> Iterator[AppliedFix]:
 
 
 def use_fix(id: str) -> Callable[[Any], Callable[..., Any]]:
-    """Decorates a framework's function, in the patch that ``fsdp-doctor fix FRAMEWORK --diff`` writes."""
+    """Decorates a framework's function in the patch that ``fsdp-doctor fix FRAMEWORK --diff`` writes."""
 
     def decorate(original: FunctionType | staticmethod[..., Any]) -> Callable[..., Any]:
         if isinstance(original, staticmethod):
@@ -121,7 +129,7 @@ def use_fix(id: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def fall_back(reason: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls the original, for what its replacement does not do, and says so once for each reason."""
+    """Calls the original function for a case that its replacement does not cover, and writes each reason once."""
     applied = find_applied(original)
     applied.num_left += 1
     applied.say_once(f"left to the original: {reason}")
@@ -130,7 +138,7 @@ def fall_back(reason: str, original: Callable[..., Any], *arguments: Any, **opti
 
 
 def find_applied(original: Callable[..., Any]) -> AppliedFix:
-    """Finds the fix that has replaced a function."""
+    """Finds the applied fix that replaced a function."""
     return next(applied for applied in _applied.values() if applied.original is original)
 
 
@@ -155,7 +163,11 @@ def _apply(fixes: Iterable[FrameworkFix]) -> None:
 
 
 def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place, ...]]:
-    """Returns the function, if it is the one that was found in the file, and where a replacement must be put."""
+    """Returns the function that a fix replaces, and the places at which the replacement must be put.
+
+    Raises CannotRun if the function is not the one in the installed file, if an object other than a module refers to
+    it, or if a class outside the framework overrides it.
+    """
     fix = function.fix
     _, _, path = fix.target.partition(":")
     *classes, name = path.split(".")
@@ -176,8 +188,8 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
         places = _list_modules_with(original)
         if holder := _find_other_holder(original, places):
             raise CannotRun(
-                f"fix {fix.id}: {fix.target} was already handed on to {holder}, which a replacement does not reach; "
-                "apply the fix before that is made"
+                f"fix {fix.id}: {fix.target} is already held by {holder}, which a replacement does not reach; "
+                "apply the fix before this object is made"
             )
         return original, places
     for subclass in _list_overriding_classes(owner, name):
@@ -189,13 +201,13 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
 
 
 def _put(owner: type[Any] | ModuleType, name: str, function: Callable[..., Any]) -> None:
-    """Puts a function in the place of one, as a static method of a class where that is one."""
+    """Replaces a function of a class or module; a static method stays a static method."""
     is_static = isinstance(vars(owner)[name], staticmethod)
     setattr(owner, name, staticmethod(function) if is_static else function)
 
 
 def _list_modules_with(function: FunctionType) -> tuple[_Place, ...]:
-    """Lists the modules that define or have imported a function, under any name; the one that defines it first."""
+    """Lists the modules that define or have imported a function, under any name; the defining module comes first."""
     modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
     modules.sort(key=lambda module: module.__name__ != function.__module__)
     # A module can be there under two names.
@@ -204,7 +216,7 @@ def _list_modules_with(function: FunctionType) -> tuple[_Place, ...]:
 
 
 def _find_other_holder(function: FunctionType, places: Iterable[_Place]) -> str:
-    """Describes an object beside those modules that refers to a function; empty if there is none."""
+    """Describes an object that refers to a function, apart from the modules in ``places``; empty if there is none."""
     known = {id(vars(owner)) for owner, _ in places}
     for holder in gc.get_referrers(function):
         if id(holder) not in known and not isinstance(holder, FrameType):
@@ -213,7 +225,7 @@ def _find_other_holder(function: FunctionType, places: Iterable[_Place]) -> str:
 
 
 def _list_overriding_classes(owner: type[Any], name: str) -> list[type[Any]]:
-    """Lists the subclasses outside of the owner's package that have a function of that name of their own."""
+    """Lists the subclasses outside the owner's package that define the function themselves."""
     package = owner.__module__.partition(".")[0]
     return [
         subclass
@@ -245,7 +257,7 @@ def _wrap(applied: AppliedFix) -> Callable[..., Any]:
 
 
 def describe_rank() -> dict[str, int]:
-    """Names this rank, the number of ranks, and the ranks of this node where the launcher tells them, for an event."""
+    """Returns this rank and the number of ranks for an event, and the ranks of this node if the launcher names them."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -14,16 +14,24 @@ from fsdp_doctor.errors import UsageError
 class FrameworkFix:
     """A replacement for one function of a framework.
 
-    id: its name for the user. distribution: the package whose version counts. target, replacement:
-    ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue; none for a
-    failure that jobs without this function have, too. cures: ids
-    of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
-    replacement does, and what it leaves to the original. on_every_rank: whether every rank of a job calls the function.
-    places: text of a traceback in which the failure shows; the function's name where there is none.
+    id: the name of the fix for the user.
+    framework: the name of the framework for the user.
+    distribution: the package whose installed version decides.
+    target: the replaced function, as ``module:qualified.name``.
+    versions: the releases of the distribution, as a version specifier of pip.
+    sources: the releases that contain each known source of the function, by the source's sha256. The source runs from
+        the first decorator to the end of the function.
+    mends: the short codes of the known failures that the fix prevents; empty if jobs without this function show the
+        failure, too.
+    cures: ids of cases that are ok with the fix and not ok without it, in a release of the range.
+    promises: the work of the replacement, for the user.
+    leaves: the cases that the replacement passes to the original, for the user.
+    replacement: the replacing function, as ``module:name``.
+    on_every_rank: whether every rank of a job calls the function.
+    places: texts, one of which a traceback of the failure contains; if empty, the function's name.
 
-    The replacement is called with the original and then the original's arguments. It calls the original for what it
-    leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
+    The replacement is called with the original, followed by the original's arguments. For a case that it does not
+    cover, it calls the original through :func:`fsdp_doctor.fixes.applying.fall_back`.
     """
 
     id: str
@@ -47,7 +55,7 @@ class FrameworkFix:
 
     @property
     def function(self) -> str:
-        """The function's own name, without the class's."""
+        """The name of the function without its class."""
         return self.target.partition(":")[2].rpartition(".")[2]
 
 
@@ -60,8 +68,8 @@ _VERL_LEAVES = (
     "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
 )
 _TRANSFORMERS_PROMISES = (
-    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and all else where it was put; the load "
-    "itself has them on the device, as before"
+    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and other tensors where they "
+    "were put; during the load the shards are on the device, as without the fix"
 )
 _TRANSFORMERS_LEAVES = "models that are not offloaded"
 FIXES = (
@@ -82,7 +90,7 @@ FIXES = (
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
         "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
     ),
@@ -97,7 +105,7 @@ FIXES = (
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
         "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),
@@ -131,8 +139,10 @@ FIXES = (
         },
         mends=("FD093", "FD200"),
         cures=("trainer:fsdp1/none/full/lora/save_model.adapter",),
-        promises="the adapter's tensors that the state dict has, under the names of a model that FSDP1 does not wrap; "
-        "of a state dict that is given nothing is gathered",
+        promises=(
+            "the adapter's tensors in the state dict, under the names of a model that FSDP1 does not wrap; if a "
+            "state dict is given, nothing is gathered"
+        ),
         leaves="models that FSDP1 does not shard",
         replacement="fsdp_doctor.fixes.on_peft:take_adapter_within_fsdp1",
         on_every_rank=False,
@@ -149,8 +159,11 @@ FIXES = (
         },
         mends=("FD009", "FD200"),
         cures=("accelerate:fsdp2/offload/full/buffers/load_state",),
-        promises="under FULL_STATE_DICT: of FSDP2 the whole model, each tensor on its own device, in its own dtype; of "
-        "FSDP1 the adapter alone under peft's names, on every rank, and an error where the file has none of it",
+        promises=(
+            "under FULL_STATE_DICT: with FSDP2 the whole model, each tensor on its own device, in its own dtype; "
+            "with FSDP1 only the adapter under peft's names, on every rank, and an error if the file has no "
+            "tensor of the adapter"
+        ),
         leaves="SHARDED_STATE_DICT, the whole model under FSDP1, an adapter alone under FSDP2",
         replacement="fsdp_doctor.fixes.on_accelerate:load_full_state",
     ),
@@ -169,8 +182,10 @@ FIXES = (
             "accelerate:fsdp1/none/sharded/load_state.fresh",
             "accelerate:fsdp1-orig/offload/sharded/load_state.fresh",
         ),
-        promises="the checkpoint's state in an optimizer that has none: empty state in the checkpoint's dtypes first, "
-        "without a step, which the original then fills",
+        promises=(
+            "the checkpoint's state in an optimizer that has no state: the optimizer gets empty state in the "
+            "checkpoint's dtypes, without a step, and the original function fills it"
+        ),
         leaves="FSDP2, FULL_STATE_DICT, use_dcp=False",
         replacement="fsdp_doctor.fixes.on_accelerate:load_sharded_optimizer",
     ),
@@ -183,8 +198,8 @@ FIXES = (
         sources={"cc270f14f46be44774ee1ef387835612894743ae938687f85a34ae4383335866": "2.6.5 and 2.6.6"},
         mends=("FD006",),
         cures=("lightning:model-parallel/cpu_offload/full/fit", "lightning:model-parallel/cpu_offload/sharded/fit"),
-        promises="shards under CPUOffloadPolicy stay on the CPU, and all else is moved to the device",
-        leaves="models of which some units are not offloaded, shards that were on the meta device",
+        promises="shards under CPUOffloadPolicy stay on the CPU, and all other tensors are moved to the device",
+        leaves="models with units that are not offloaded, shards that were on the meta device",
         replacement="fsdp_doctor.fixes.on_lightning:keep_offloaded_shards",
         places=("lightning/pytorch",),
     ),
@@ -215,8 +230,8 @@ FIXES = (
         },
         mends=("FD201",),
         cures=("trainer:fsdp1/offload_params/full/prepare",),
-        promises="offload_params in fsdp_config offloads as cpu_offload does, unless cpu_offload is there, too",
-        leaves="FSDP2 with gradient clipping, where the process group has no backend for the CPU",
+        promises="offload_params in fsdp_config offloads as cpu_offload does, unless cpu_offload is also set",
+        leaves="FSDP2 with gradient clipping, if the process group has no backend for the CPU",
         replacement="fsdp_doctor.fixes.on_transformers:offload_as_accelerate_names_it",
     ),
     FrameworkFix(
@@ -257,7 +272,7 @@ FIXES = (
         },
         mends=(),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
-        promises="with fsdp_cpu_offload the process group that transformers makes has gloo for the CPU, too",
+        promises="with fsdp_cpu_offload the process group that transformers makes also has gloo for the CPU",
         leaves="models that are not offloaded, process groups that the job has made",
         replacement="fsdp_doctor.fixes.on_transformers:begin_with_backend_for_cpu",
     ),
@@ -265,7 +280,7 @@ FIXES = (
 
 
 def list_fixes(framework: str) -> list[FrameworkFix]:
-    """Returns the fixes of a framework. Raises UsageError for one that has none."""
+    """Returns the fixes for a framework. Raises UsageError if there are none."""
     found = [fix for fix in FIXES if fix.framework == framework]
     if not found:
         known = ", ".join(sorted({fix.framework for fix in FIXES}))
@@ -276,11 +291,15 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
 def find_fix_command(
     mends: str, *, framework: str | None = None, versions: Mapping[str, str] | None = None, function: str = ""
 ) -> str:
-    """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
+    """Returns the command that runs a job with the fix for a known failure, and the releases for which it works.
 
-    mends: the failure, as FD001. framework: the distribution of the job's; None where it is not known. One without a
-    fix of its own may call functions of a library that has one. versions: the known ones of distributions. function:
-    text that names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    Empty if there is no fix. The command for a framework may name fixes for the libraries whose functions it calls.
+
+    mends: the short code of the failure, such as FD001.
+    framework: the distribution of the job's framework; None if it is not known.
+    versions: the known versions of distributions.
+    function: a text that names the function in which the failure occurred, such as the frames of a traceback; empty if
+        the function is not known.
     """
 
     def may_help(fix: FrameworkFix) -> bool:

@@ -1,4 +1,4 @@
-"""A user's job with the fixes of its framework: what would be replaced, the run, and what its processes reported."""
+"""Runs a user's job with fixes for its framework: finds the functions to replace, and reads the processes' reports."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ _WITH_VALUE = ("-m", "-c", "-W", "-X")
 
 @dataclass(frozen=True, kw_only=True)
 class FixReport:
-    """Reports of the processes of a job about one fix.
+    """The reports of a job's processes about one fix.
 
-    called, left: the number of calls of the replacement, and of those calls that the original answered. callers: ranks
-    that called it. world: the size of the widest process group. missing: ranks of a caller's node that never called it,
-    and unheard: the other ranks, which may be on another node; none of a function that some ranks alone call.
-    processes: the number of processes in which the function was replaced. overridden: classes that define the function
-    themselves. verified: for each rank that compared a sync, how many tensors were sent, and the differences.
+    called: the number of calls of the replacement.
+    left: the number of those calls that the original answered.
+    callers: the ranks that called the replacement.
+    world: the number of ranks, as the callers reported it; the largest of several numbers.
+    missing: the ranks that never called the replacement, although a rank of the same node did; empty for a function
+        that only some ranks call.
+    unheard: the other ranks that never called the replacement, which may be on another node; empty for a function
+        that only some ranks call.
+    processes: the number of processes in which the function was replaced.
+    overridden: the classes that define the function themselves.
+    verified: for each rank that compared a sync, the number of tensors that it sent, and the differences.
     """
 
     id: str
@@ -52,12 +58,12 @@ class FixReport:
 
     @property
     def sentences(self) -> Iterator[str]:
-        """Sentences for the user."""
+        """Sentences for the user about this fix."""
         if not self.processes:
             yield (
-                f"fix {self.id} reached no process of the job: no process imported the fixed module, or PYTHONPATH "
-                "does not reach the ranks (python -I, srun --export=NONE, containers, a Ray cluster that ran "
-                "before)"
+                f"fix {self.id} reached no process of the job: no process imported the fixed module, or "
+                "PYTHONPATH does not reach the ranks (python -I, srun --export=NONE, containers, a Ray "
+                "cluster that was started before)"
             )
             return
         if not self.called:
@@ -71,15 +77,22 @@ class FixReport:
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
         if self.unheard:
             ranks = join_some([str(rank) for rank in self.unheard])
-            yield f"fix {self.id}: rank {ranks} reported nothing, and may be on another node: see its own output"
+            yield (
+                f"fix {self.id}: rank {ranks} reported nothing, and may be on another node: see the output of this rank"
+            )
         for rank, (num_tensors, differences) in sorted(self.verified.items()):
-            equal = "the first sent tensors equal the model's" if not differences else "; ".join(differences)
+            equal = "the tensors of the first sync equal the model's" if not differences else "; ".join(differences)
             yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedJobRun:
-    """The end of a job. job_code: its exit code. refusals: sentences of the processes that were refused a fix."""
+    """The end of a job that ran with fixes.
+
+    job_code: the exit code of the job.
+    reports: the report of each fix.
+    refusals: the reasons for which processes refused a fix.
+    """
 
     job_code: int
     reports: tuple[FixReport, ...]
@@ -87,14 +100,18 @@ class FixedJobRun:
 
     @property
     def sentences(self) -> Iterator[str]:
-        """Sentences for the user; if there are refusals, only these."""
+        """Sentences for the user; if a fix was refused, only the reasons."""
         yield from self.refusals
         for report in self.reports if not self.refusals else ():
             yield from report.sentences
 
     @property
     def exit_code(self) -> int:
-        """The job's own; 3 where a fix was refused, or none was called; 1 where a sync was not what the model had."""
+        """The exit code of ``fsdp-doctor fix``: 3 if a fix was refused, otherwise the job's own if it is not 0.
+
+        After a job that ended with 0: 3 if no fix was called; 1 if a rank never called a fix or sent tensors that
+        differ from the model; otherwise 0.
+        """
         if self.refusals:
             return CannotRun.exit_code
         if self.job_code:
@@ -105,12 +122,14 @@ class FixedJobRun:
 
 
 def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[FixedFunction]:
-    """Finds the functions that would be replaced: all of the frameworks, or those of the ids.
+    """Finds the functions to replace.
 
-    frameworks: none for those of the ids; without ids for those that are installed: the one that trains, otherwise
-    the libraries (``entry.LIBRARIES``) whose release has fixes. Raises UsageError for a framework or an id that is not
-    known, and where several are installed that train; CannotRun if no framework is installed, or if a function is
-    refused (:func:`find_function`).
+    These are the functions with the given ids, or all functions of the given frameworks. Without either, the installed
+    framework is chosen: the one that trains, or else the libraries (``entry.LIBRARIES``) for whose releases there are
+    fixes.
+
+    Raises UsageError for an unknown framework or id, or if several frameworks that train are installed and none is
+    named. Raises CannotRun if no framework is installed, or if a function is refused (:func:`find_function`).
     """
     known = {fix.id: fix.framework for fix in entry.FIXES if not frameworks or fix.framework in frameworks}
     for name in frameworks:
@@ -118,7 +137,7 @@ def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[
     for id in ids:
         if id not in known:
             whose = " and ".join(frameworks) or "the table of fixes"
-            raise UsageError(f"--only {id}: {whose} has {', '.join(known)}")
+            raise UsageError(f"--only {id}: there is no such fix; {whose} has {', '.join(known)}")
     chosen = frameworks or [known[id] for id in ids]
     of_chosen = [fix for name in dict.fromkeys(chosen) for fix in choose_fixes(name)]
     fixes = of_chosen if chosen else _choose_installed()
@@ -152,7 +171,7 @@ def _choose_installed() -> list[FrameworkFix]:
 
 
 def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
-    """Runs a job with its input and output, and passes signals on to it.
+    """Runs a job with fixes on this process's input and output, and passes signals to it.
 
     Raises UsageError for a command that cannot be started, or whose Python would not execute the fixes.
     """
@@ -177,7 +196,7 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command, passes signals on to it, and returns its code, negative for a signal."""
+    """Runs a command, passes signals to it, and returns its exit code, negative for a signal."""
     jobs: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -197,14 +216,14 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _refuse_isolated(command: Sequence[str]) -> None:
-    """Refuses a Python that is told to ignore the environment."""
+    """Raises UsageError for a Python with an option that makes it ignore PYTHONPATH or sitecustomize."""
     if not pathlib.Path(command[0]).name.startswith("python"):
         return
     for word in command[1:]:
         if not word.startswith("-") or word.startswith(_WITH_VALUE):
             return
         if _ISOLATING.match(word):
-            raise UsageError(f"{command[0]} {word} does not execute the fixes: leave out this option")
+            raise UsageError(f"{command[0]} {word} ignores the fixes: leave out this option")
 
 
 def _summarize(fix: FrameworkFix, events: Iterable[Mapping[str, Any]]) -> FixReport:

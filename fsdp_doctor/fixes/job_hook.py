@@ -1,8 +1,12 @@
-"""Runs in the processes of a user's job under ``fsdp-doctor fix``, once a framework's module, or Ray, is imported.
+"""Applies fixes in the processes of a job under ``fsdp-doctor fix``, when a framework's module, or Ray, is imported.
 
-It needs the standard library, and this package where a function is replaced. The variable FSDP_DOCTOR_FIX is a JSON
-object. events: the directory that gets a file of JSON lines for each process. ids: the fixes to apply. injected: what
-PYTHONPATH must begin with. verify: whether the first sync of each process is compared with the model.
+This module needs only the standard library; it imports this package when it applies a fix. Its options are a JSON
+object in the environment variable FSDP_DOCTOR_FIX:
+
+events: the directory in which each process writes a file of JSON lines.
+ids: the ids of the fixes to apply.
+injected: the directory with which PYTHONPATH must begin.
+verify: whether to compare the first sync of each process with the model.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from typing import Any, NoReturn
 
 
 def read_options() -> dict[str, Any] | None:
-    """Reads what ``fsdp-doctor fix`` asks of this process; None where the process was not started by it."""
+    """Reads the options of ``fsdp-doctor fix``; returns None if it did not start this job."""
     text = os.environ.get("FSDP_DOCTOR_FIX")
     return json.loads(text) if text else None
 
 
 def write_event(kind: str, **facts: Any) -> None:
-    """Appends an event of this process, if ``fsdp-doctor fix`` started the job. A killed process loses none."""
+    """Appends an event of this process to its file, if ``fsdp-doctor fix`` started the job.
+
+    Each event is written at once, so a process that is killed later loses none.
+    """
     options = read_options()
     if options is None:
         return
@@ -33,11 +40,11 @@ def write_event(kind: str, **facts: Any) -> None:
             file.write(json.dumps(facts) + "\n")
     except OSError as error:
         # On a node that `fsdp-doctor fix` does not run on.
-        sys.stderr.write(f"fsdp-doctor: fix: {kind} is not reported: {error}\n")
+        sys.stderr.write(f"fsdp-doctor: fix: the event {kind!r} could not be reported: {error}\n")
 
 
 def start(imported: str) -> None:
-    """Applies the fixes of a module that has been imported. Ends the process where one is refused."""
+    """Applies the fixes for a module that was just imported. Ends the process if a fix is refused."""
     options = read_options()
     if options is None:
         return
@@ -62,7 +69,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _check_environments_of_workers(injected: str) -> None:
-    """Has ``ray.init`` refuse a PYTHONPATH for workers that would keep the fix from them."""
+    """Makes ``ray.init`` refuse a PYTHONPATH for workers that would prevent the fix from reaching them."""
     ray = sys.modules["ray"]
     original = ray.init
 

@@ -1,4 +1,4 @@
-"""The replacements for accelerate's loads, read in accelerate 1.12.0 to 1.15.0 (``utils/fsdp_utils.py``)."""
+"""Replacements for accelerate's loads, based on the source of accelerate 1.12.0 to 1.15.0 (``utils/fsdp_utils.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_doctor.weights.load import LoadError, load_full_tensors
 
 
 class LoadedKeys(NamedTuple):
-    """The result of a load, with the names that a module's ``load_state_dict`` gives it."""
+    """The result of a load, with the field names that ``nn.Module.load_state_dict`` uses for its result."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -31,7 +31,10 @@ def load_full_state(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Replaces ``_set_model_state_dict``. FSDP2's full state is on rank 0 alone, FSDP1's on every rank."""
+    """Replaces ``_set_model_state_dict``.
+
+    The full state is on rank 0 alone under FSDP2, and on every rank under FSDP1.
+    """
 
     def leave(reason: str) -> Any:
         return fall_back(reason, original, model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
@@ -55,7 +58,10 @@ def load_full_state(
     name_of = {saved: name for name in names if (saved := find_name(name)) is not None}
     own = {name_of[saved]: tensor for saved, tensor in state_dict.items() if saved in name_of}
     if not own:
-        raise LoadError(f"none of the checkpoint's {len(state_dict)} tensors is the adapter's, such as {min(name_of)}")
+        raise LoadError(
+            f"none of the checkpoint's {len(state_dict)} tensors belongs to the adapter, whose names are like "
+            f"{min(name_of)}"
+        )
     load_full_tensors(model, own, strict=False, dtype="cast")
     missing, unexpected = name_of.keys() - state_dict.keys(), state_dict.keys() - name_of.keys()
     return LoadedKeys(sorted(missing), sorted(unexpected))
@@ -72,7 +78,9 @@ def load_sharded_optimizer(
     adapter_only: bool = False,
     **options: Any,
 ) -> Any:
-    """Replaces ``load_fsdp_optimizer``, which asks the checkpoint for no other state than the optimizer has."""
+    """Replaces ``load_fsdp_optimizer``, which loads only state that the optimizer already has, and so none before a
+    step.
+    """
     arguments = (fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only)
     is_sharded = fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT and options.get("use_dcp", True)
     if fsdp_plugin.fsdp_version != 1 or not is_sharded:
@@ -94,7 +102,9 @@ def load_sharded_optimizer(
 
 
 def _list_kinds(saved: Mapping[str, Any]) -> Iterator[tuple[str, tuple[torch.dtype, bool]]]:
-    """Lists the keys of the state of a checkpoint's parameters, with dtype, and whether it has a parameter's shape."""
+    """Yields each key of the parameters' state in a checkpoint with its dtype, and whether it is a tensor with
+    dimensions.
+    """
     for name, metadata in saved.items():
         # An object, and not a tensor, has no properties.
         if name.startswith("optimizer.state.") and hasattr(metadata, "properties"):

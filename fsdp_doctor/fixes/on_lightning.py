@@ -1,4 +1,4 @@
-"""The replacements for Lightning's ModelParallelStrategy, read in Lightning 2.6.5 and 2.6.6."""
+"""Replacements for Lightning's ModelParallelStrategy, based on the source of Lightning 2.6.5 and 2.6.6."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
     model = strategy.model
     units = reader.read(model).fsdp2_units
     if not units or not all(unit.offloads for unit in units):
-        return fall_back("a model of which some units are not offloaded", original, strategy)
+        return fall_back("a model with units that are not offloaded", original, strategy)
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(tensor, DTensor) and tensor.device.type != "cpu" for tensor in tensors):
         return fall_back("shards that were given memory on the device", original, strategy)
@@ -28,7 +28,7 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
 
 
 def name_weights_as_expected(original: Callable[..., Any], checkpoint_folder: Any) -> Any:
-    """Replaces ``_load_distributed_checkpoint``, whose caller looks for FSDPStrategy's name of the weights."""
+    """Replaces ``_load_distributed_checkpoint``, whose caller expects the weights under the key of FSDPStrategy."""
     # Past the function that counts the calls.
     caller = inspect.stack(0)[2].frame.f_globals.get("__spec__")
     if caller is None or caller.name != "lightning.pytorch.utilities.consolidate_checkpoint":

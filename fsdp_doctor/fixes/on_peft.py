@@ -1,4 +1,4 @@
-"""The replacement for peft's way to take an adapter out, read in peft 0.21.0 to 0.21.2 (``utils/save_and_load.py``)."""
+"""Replacement for peft's extraction of an adapter, based on peft 0.21.0 to 0.21.2 (``utils/save_and_load.py``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def take_adapter_within_fsdp1(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Replaces ``get_peft_model_state_dict``, which looks for a state dict's names by the names of modules.
+    """Replaces ``get_peft_model_state_dict``, which looks up names of modules in the state dict.
 
-    A state dict of FSDP1 has no wrappers' words in its names. Nothing is gathered that the original would not gather:
-    callers call it on one rank alone with a state dict.
+    In a state dict of FSDP1 the wrappers are missing from the names, so the original finds nothing. If a state dict is
+    given, nothing is gathered, because callers pass one on a single rank.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fall_back("a model that FSDP1 does not shard", original, model, state_dict, *arguments, **options)

@@ -1,4 +1,4 @@
-"""The replacements for transformers and its Trainer, read in transformers 5.22.0 to 5.24.0."""
+"""Replacements for transformers and its Trainer, based on the source of transformers 5.22.0 to 5.24.0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_doctor.weights.fsdp import reader
 
 
 def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any) -> Any:
-    """Replaces ``TrainingArguments._process_fsdp_args``, which reads ``cpu_offload`` and not ``offload_params``."""
+    """Replaces ``TrainingArguments._process_fsdp_args``, which reads ``cpu_offload`` but ignores ``offload_params``."""
     plugin = original(arguments)
     config = arguments.fsdp_config
     if plugin is None or not config.get("offload_params") or "cpu_offload" in config:
@@ -29,7 +29,7 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
 
 
 def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces the ends of ``from_pretrained``, which leaves shards under CPUOffloadPolicy on the device."""
+    """Replaces the last step of ``from_pretrained``, which leaves shards under CPUOffloadPolicy on the device."""
     units = reader.read(model).fsdp2_units
     if not units or not all(unit.offloads for unit in units):
         return fall_back("a model that is not offloaded", original, model, *arguments)
@@ -49,7 +49,7 @@ def begin_with_backend_for_cpu(original: Callable[..., Any], distributed_config:
     backend = original.__globals__["DISTRIBUTED_BACKEND_MAP"].get(device.type) if device is not None else None
     is_offloaded = distributed_config.fsdp_cpu_offload and distributed_config.fsdp_size > 1
     if not is_offloaded or dist.is_initialized() or device is None or backend is None:
-        return fall_back("no offload, or a process group that is there already", original, distributed_config)
+        return fall_back("no offload, or a process group that already exists", original, distributed_config)
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(f"{device.type}:{backend},cpu:gloo")
     return original(distributed_config)

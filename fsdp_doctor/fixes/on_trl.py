@@ -1,4 +1,4 @@
-"""The replacement for TRL's sender, read in TRL 1.11.0 to 1.16.0 (``generation/vllm_generation.py``)."""
+"""Replacement for TRL's sender, based on the source of TRL 1.11.0 to 1.16.0 (``generation/vllm_generation.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_doctor.weights.fingerprints import fingerprint
 
 
 def iterate_full_tensors(original: Callable[..., Any], generation: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Replaces ``VLLMGeneration._iter_named_params``, which yields each parameter once, in its own dtype."""
+    """Replaces ``VLLMGeneration._iter_named_params``, and yields each parameter once, in its own dtype."""
     if not generation._dist.is_fsdp:
         return fall_back("a model that is not under FSDP", original, generation)  # type: ignore[no-any-return]
     model = generation.model

@@ -1,4 +1,4 @@
-"""The replacements for verl's sender, read in verl 0.7.1 to 0.9.1 (``workers/engine/fsdp/transformer_impl.py``)."""
+"""Replacements for verl's sender, based on verl 0.7.1 to 0.9.1 (``workers/engine/fsdp/transformer_impl.py``)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from fsdp_doctor.weights.fingerprints import fingerprint
 
 
 def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """Replaces ``FSDPEngine.get_per_tensor_param`` before 0.9, which casts what is sharded: the parameters."""
+    """Replaces ``FSDPEngine.get_per_tensor_param`` before verl 0.9, which casts sharded tensors, that is the
+    parameters.
+    """
     return _send(original, torch.bfloat16, engine, *arguments, **options)
 
 
 def send_in_own_dtype(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """Replaces ``FSDPEngine.get_per_tensor_param`` from 0.9 on, which casts merged weights alone."""
+    """Replaces ``FSDPEngine.get_per_tensor_param`` from verl 0.9 on, which casts only merged weights."""
     merges = engine.model_config.lora.get("merge", False)
     has_adapters = hasattr(engine.module, "peft_config")
     return _send(original, torch.bfloat16 if merges and has_adapters else None, engine, *arguments, **options)

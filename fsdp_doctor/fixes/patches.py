@@ -1,4 +1,4 @@
-"""A fix as a patch of the installed release, for a fork or a pull request."""
+"""Writes fixes as a patch of the installed release, for a fork or a pull request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fsdp_doctor.fixes.sources import FixedFunction
 
 
 def render_patch(functions: Iterable[FixedFunction]) -> str:
-    """Renders a unified diff that ``patch -p1`` takes in the directory that has the frameworks' packages.
+    """Renders a unified diff for ``patch -p1`` in the directory that contains the frameworks' packages.
 
-    It decorates the functions with :func:`fsdp_doctor.fixes.use_fix`, so the patched framework needs this library.
+    The diff decorates the functions with :func:`fsdp_doctor.fixes.use_fix`, so the patched framework needs this
+    library.
     """
     by_module: dict[str, list[FixedFunction]] = {}
     for function in functions:

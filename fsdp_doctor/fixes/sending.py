@@ -1,4 +1,4 @@
-"""Parts that the replacements of senders share."""
+"""Functions that the replacements of senders share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _MOST_SHOWN = 5
 
 
 def choose_bucket_bytes(infos: Mapping[str, WeightInfo], dtype: torch.dtype | None = None) -> int:
-    """Returns half of the bytes of the largest tensor: two buckets take no more than a sender of one by one.
+    """Returns half of the bytes of the largest tensor, so two buckets need no more memory than sending tensors one by
+    one.
 
-    infos: of the tensors that are sent. dtype: the one that they are cast to.
+    infos: the tensors that are sent.
+    dtype: the dtype to which they are cast; None if they keep theirs.
     """
     bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
     return max(max(bytes_each, default=0) // 2, 1)
 
 
 def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Lists those of the sent names that are buffers. The model's own may have more in front, and wrappers' words."""
+    """Lists the sent names that are buffers. In the model a name may have further words in front and inside."""
     buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
     return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]
 
@@ -35,9 +37,10 @@ def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
 def check_sent(
     original: Callable[..., Any], tensors: Iterable[tuple[str, torch.Tensor]], compute: Callable[[], Fingerprints]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns the tensors; under ``fix --verify`` those of the first call are compared with a fingerprint as they pass.
+    """Returns the tensors to send; under ``fix --verify`` the tensors of the first call are compared as they pass.
 
-    compute: sums the model's shards. Every rank calls it, before anything is gathered.
+    compute: a function that computes the fingerprints of the model's shards. Every rank calls it before anything is
+    gathered.
     """
     applied = find_applied(original)
     options = read_options()

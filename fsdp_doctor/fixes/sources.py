@@ -1,4 +1,4 @@
-"""Finds the source of a framework's function in its installed file, without importing it, and whether it is known."""
+"""Finds a framework's function in its installed file, without an import, and checks whether its source is known."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from fsdp_doctor.machine.versions import read_installed_versions
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFunction:
-    """A function of an installed release that a fix was written for.
+    """A function of an installed release for which a fix was written.
 
-    file: the module's. first_line: 1-based, of the function or its first decorator. release: the releases that have
-    this source.
+    version: the installed version.
+    release: the releases that have the same source.
+    file: the file of the module.
+    first_line: the line of the function or of its first decorator, counted from 1.
     """
 
     fix: FrameworkFix
@@ -33,7 +35,8 @@ class FixedFunction:
 def choose_fixes(framework: str) -> list[FrameworkFix]:
     """Returns the fixes for the installed release of a framework.
 
-    Raises UsageError for a framework without fixes; CannotRun where it is not installed, or no fix is for its release.
+    Raises UsageError for a framework without fixes. Raises CannotRun if the framework is not installed, or if no fix is
+    for its release.
     """
     fixes = list_fixes(framework)
     version = _read_version(fixes[0])
@@ -45,14 +48,14 @@ def choose_fixes(framework: str) -> list[FrameworkFix]:
 
 
 def is_for(fix: FrameworkFix, version: str) -> bool:
-    """Returns whether a release is in a fix's range; its source may still be another."""
+    """Returns whether a release is in a fix's range. Its source may still differ from the known sources."""
     return SpecifierSet(fix.versions).contains(version, prereleases=True)
 
 
 def find_function(fix: FrameworkFix) -> FixedFunction:
     """Finds the function that a fix replaces, in the installed release.
 
-    Raises CannotRun where the release has no such function, or its source is not one that the fix was written for.
+    Raises CannotRun if the release has no such function, or if its source is not one for which the fix was written.
     """
     module, _, path = fix.target.partition(":")
     version = _read_version(fix)
@@ -81,8 +84,9 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
     if digest not in fix.sources:
         known = " or ".join(sorted(set(fix.sources.values())))
         raise CannotRun(
-            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it "
-            "is not replaced; install this release, or make the change by hand"
+            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 "
+            f"{digest[:12]}), so the function is not replaced; install this release, or make the change by "
+            "hand"
         )
     return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
 

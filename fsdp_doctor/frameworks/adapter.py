@@ -125,7 +125,10 @@ class FrameworkSession(abc.ABC):
 
 
 class Adapter(abc.ABC):
-    """The adapter of one installed framework. modules: the modules that a session imports."""
+    """The adapter of one installed framework.
+
+    modules: the modules that a session imports.
+    """
 
     modules: ClassVar[tuple[str, ...]] = ()
 

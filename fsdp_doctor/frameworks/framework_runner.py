@@ -16,7 +16,7 @@ class FrameworkRunner:
 
     The session is kept for the next case as long as nothing is wrong with it.
 
-    report: called with the record each time a case reaches another stage.
+    report: a function that is called with the record each time a case reaches another stage.
     """
 
     def __init__(self, worker: FrameworkWorker, report: RecordSink) -> None:

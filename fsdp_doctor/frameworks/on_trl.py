@@ -1,4 +1,4 @@
-"""Adapter for TRL. It runs one of TRL's trainers, and the class that sends the weights of online trainers to vLLM."""
+"""Adapter for TRL. It runs a trainer of TRL, and TRL's class that sends weights from online trainers to vLLM."""
 
 from __future__ import annotations
 

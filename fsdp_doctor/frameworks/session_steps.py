@@ -193,7 +193,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return not self._fixes_of_session and record.healthy and not record.problems and trainer.goes_on
 
     def explain_retirement(self) -> str:
-        return "a framework's session, of which a process has one"
+        return "a process can have only one session of a framework"
 
     @contextlib.contextmanager
     def record_exceptions(self) -> Iterator[None]:
@@ -338,7 +338,7 @@ class SessionExtractionSteps(SessionSteps):
 class SavedState:
     """The state of a run when it was saved. Tensors are unsharded and on the host.
 
-    options: one dict for each parameter group of the optimizer.
+    options: a dict of options for each parameter group of the optimizer.
     """
 
     weights: Full

@@ -1,4 +1,4 @@
-"""The catalogue of known failures, ``entries/*.toml``, and the entries for a message, a case, or a case that broke.
+"""The catalogue of known failures, ``entries/*.toml``, with functions that find the entries for a message or a case.
 
 This module imports no torch.
 """
@@ -39,7 +39,13 @@ _VERSION_OF = re.compile(r"\b(peft|accelerate|transformers|trl|verl) (\d+\.\d+)"
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenCase:
-    """A case that broke: the reason of its verdict, and the ranks' exceptions."""
+    """A case that did not end as ok.
+
+    kind: the verdict.
+    reasons: the reasons of the verdict.
+    messages: the ranks' exceptions, each as ``Type: message``.
+    traceback: the frames of the exceptions.
+    """
 
     kind: VerdictKind
     reasons: tuple[str, ...] = ()
@@ -49,15 +55,17 @@ class BrokenCase:
 
 @functools.cache
 def read_catalogue() -> tuple[KnownFailure, ...]:
-    """Returns all entries, a file of them for each group, in order. Raises ValueError as :func:`read_entries`."""
+    """Returns all entries, in the order of the files and of the entries in them. Raises as :func:`read_entries`."""
     files = sorted(DIRECTORY.glob("*.toml"))
     return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
 
 
 def read_entries(text: str, name: str) -> list[KnownFailure]:
-    """The entries of a TOML file. name: of the file, a number and the group.
+    """Reads the entries of a TOML file.
 
-    Raises ValueError that names the file, the entry and the key of what is wrong.
+    Raises ValueError that names the file, the entry and the wrong key.
+
+    name: the name of the file without its extension: a number and the group.
     """
     entries = []
     for number, fields in enumerate(tomllib.loads(text)["failure"], 1):
@@ -73,15 +81,17 @@ def read_entries(text: str, name: str) -> list[KnownFailure]:
 
 
 def _require_condition(entry: KnownFailure) -> KnownFailure:
-    """The entry. Raises ValueError where its check names a version of a package and its versions lack the package."""
+    """Returns the entry. Raises ValueError if ``check`` names a version of a package that ``versions`` does not
+    restrict.
+    """
     for name, version in _VERSION_OF.findall(entry.check):
         if name not in entry.versions:
-            raise ValueError(f"check names {name} {version}, and versions has no {name}")
+            raise ValueError(f"check names {name} {version}, but versions does not name {name}")
     return entry
 
 
 def _split_trigger(row: dict[str, Any]) -> dict[str, Any]:
-    """A trigger as it is written, with its axes apart from its facts about the run; one value may stand for a list."""
+    """Separates the axes of a trigger from its facts about the run. A single value becomes a list."""
     listed = {key: [value] if isinstance(value, str) else value for key, value in row.items()}
     if row.get("device") == "*":
         listed["device"] = get_args(DeviceKind)
@@ -94,7 +104,7 @@ def _parse(kind: type, value: Any) -> Any:
 
 
 def find_entry(name: str) -> KnownFailure:
-    """The entry of that id or short code. Raises UsageError with the nearest ones where there is none."""
+    """Finds an entry by its id or short code. Raises UsageError, which names the nearest entries, if there is none."""
     by_name = {name: entry for entry in read_catalogue() for name in (entry.id, entry.short_code)}
     if name not in by_name:
         close = difflib.get_close_matches(name, by_name, n=3)
@@ -105,7 +115,7 @@ def find_entry(name: str) -> KnownFailure:
 
 @functools.lru_cache(maxsize=1024)
 def has_signature(text: str) -> bool:
-    """Returns whether an entry has a signature in ``text``."""
+    """Returns whether a signature of any entry matches ``text``."""
     return any(
         literal in reading and pattern.search(reading)
         for reading in list_readings(text)
@@ -115,19 +125,22 @@ def has_signature(text: str) -> bool:
 
 @functools.cache
 def _list_signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Returns all signatures with their anchors, each once."""
+    """Lists all signatures with their anchors, each once."""
     return tuple(dict.fromkeys((find_anchor(pattern), pattern) for e in read_catalogue() for pattern in e.signatures))
 
 
 def list_anchors() -> list[str]:
-    """The literal pieces of signatures; a line with a signature has one of them in it."""
+    """Lists the literal pieces of signatures. A line that matches a signature contains at least one of them."""
     return sorted({literal for literal, _ in _list_signatures()} - {""})
 
 
 def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
-    """The entries with a signature in ``message``, an exception's ``Type: message``, and their frames in ``traceback``.
+    """Finds the entries with a signature in ``message`` and, if they have frames, a frame in ``traceback``.
 
-    An entry that needs frames comes first, and what the matrix reproduces before what was only reported.
+    Entries with frames come first; after that, failures that the matrix reproduces come before failures that were only
+    reported.
+
+    message: the exception as ``Type: message``.
     """
     entries = [entry for entry in read_catalogue() if entry.matches_message(message)]
     entries = [entry for entry in entries if not entry.frames or entry.has_frame(traceback)]
@@ -135,18 +148,20 @@ def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
 
 
 def list_expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
-    """The entries that a case of such a run is expected to show, the first to show first; none for a case that is ok.
+    """Lists the entries that a case is expected to show in such a run, in the order in which they would show.
 
-    What ends the method comes before what is wrong with its values, and that before what the next training step does.
+    Failures that end the method come first, then wrong values, then failures of the next training step. The list is
+    empty for a case that is expected to be ok.
     """
     expected = [entry for entry in read_catalogue() if entry.is_expected_in(case, context)]
     return sorted(expected, key=lambda entry: (_order_stage(entry), -entry.measure_narrowness(case, context)))
 
 
 def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFailure | None, ...]:
-    """The outcomes that a case of such a run may have, None for an ok: one where it is certain, several where not.
+    """Lists the outcomes that a case may have in such a run; None stands for ok.
 
-    A failure that is certain ends the list; before it are those that come first where a race is lost.
+    Several outcomes are possible where a failure depends on a race. A certain failure is the last outcome of the list,
+    because nothing after it can show.
     """
     outcomes: list[KnownFailure | None] = []
     for entry in list_expected_failures(case, context):
@@ -157,7 +172,7 @@ def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFai
 
 
 def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> KnownFailure | None:
-    """The entry that a case which broke shows, on this torch or on another; None where the catalogue has none."""
+    """Finds the entry that a broken case shows, on this torch or on another; None if the catalogue has none."""
     by_message = [entry for message in broken.messages for entry in match_message(message, broken.traceback)]
     by_symptom = [
         entry

@@ -1,4 +1,4 @@
-"""Facts about a run that a log can show beside a message: whether FSDP is in it at all, and how it is set up."""
+"""Facts about a run that its log can show apart from the exception: whether FSDP is in use, and how it is set up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_PLACES = 32
 
 
 class Clue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fact about the run; its fields are explained in ``clues.toml``."""
+    """A fact about the run. ``clues.toml`` explains the fields."""
 
     fact: str
     shown: re.Pattern[str]
@@ -45,7 +45,7 @@ CLUES: Mapping[ClueName, Clue] = msgspec.convert(
 
 
 class LogClues:
-    """The facts that a log has shown so far, and the version of torch that it names."""
+    """The facts that the log has shown so far, and the version of torch that it names."""
 
     def __init__(self) -> None:
         self.shown: set[ClueName] = set()
@@ -61,7 +61,7 @@ class LogClues:
 
 
 def _search_around(pattern: re.Pattern[str], hints: Sequence[str], text: str) -> re.Match[str] | None:
-    """The first match of the pattern near one of the hints."""
+    """Returns the first match of the pattern near one of the hints; None if there is none."""
     for hint in hints:
         at = text.find(hint)
         for _ in range(_MAX_PLACES):

@@ -1,4 +1,4 @@
-"""One known failure: what it is, how it is recognized, and in which cases of which runs it shows."""
+"""Describes one known failure: what it is, how to recognize it, and which cases of which runs show it."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the matrix, and the runs in which it fails.
+    """A part of the matrix, and the runs in which its cases fail.
 
-    values: the values that an axis may have, ``method`` among them, each also with ``*``; the other axes are free. A
-        name behind ``!`` is left out, and a list of such names alone allows all others. With
-        ``framework`` among them it is a part of that framework's matrix: its axes, and only device and ranks besides.
-    device: the kinds of device. On the CPU offloading moves nothing, so a trigger for the CPU has to name it.
-    ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
-    shards: whether all ranks' shards of a parameter are of one size.
-    direction: of the methods, also where it names none.
-    versions: of a framework and what it is used with, by distribution.
+    values: the allowed values by axis; the methods stand under ``method``. A value may contain ``*``. A value after
+        ``!`` is excluded; if all values of an axis are excluded ones, every other value is allowed. An axis that is not
+        named may have any value. If ``framework`` is named, the trigger is a part of that framework's matrix, and only
+        ``device``, ``ranks`` and ``versions`` restrict it further.
+    device: the kinds of device. Offloading moves nothing on the CPU, so ``cpu`` is not among the defaults.
+    ranks: the numbers of ranks.
+    shard_group: the numbers of ranks over which a parameter is sharded.
+    shards: whether the shards of a parameter have the same size on all ranks.
+    direction: the directions of the methods. A method of another direction is excluded even if it is named.
+    versions: the versions of a framework and of the packages that it uses, by distribution.
     """
 
     values: Mapping[str, tuple[str, ...]]
@@ -60,7 +62,10 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Mapping[str, SpecifierSet] = {}
 
     def contains(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether the case of that run is in this part; a fix is only where a trigger names it."""
+        """Returns whether the trigger contains the case in such a run.
+
+        A method of this library (one that ``--fix`` adds) is contained only if the trigger names methods.
+        """
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
@@ -83,7 +88,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def narrowness(self) -> int:
-        """Counts the axes that the trigger names; the method counts most. If two entries apply, the narrower one says
+        """The number of axes that the trigger names, plus 3 if it names methods. Of two entries, the narrower one says
         more.
         """
         axes = len(self.values.keys() - {"method"})
@@ -91,12 +96,12 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def _names_methods(self) -> bool:
-        """Returns whether the trigger names methods, and not only those that it leaves out."""
+        """Returns whether the trigger names methods, and does not only exclude some."""
         return any(not pattern.startswith("!") for pattern in self.values.get("method", ()))
 
 
 def _match_versions(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
-    """Returns whether the packages are of these versions; one whose version is not known is assumed to be."""
+    """Returns whether the packages have these versions. A package of unknown version is assumed to have one of them."""
     return all(
         specifier.contains(Version(packages[name]).base_version)
         for name, specifier in versions.items()
@@ -105,7 +110,7 @@ def _match_versions(packages: Mapping[str, str], versions: Mapping[str, Specifie
 
 
 def _matches(value: str, allowed: tuple[str, ...]) -> bool:
-    """Returns whether a value is one of those allowed, which may have a ``*``, or none of those behind a ``!``."""
+    """Returns whether a value is allowed, by names that may contain ``*`` and excluded names that begin with ``!``."""
     if f"!{value}" in allowed:
         return False
     named = [pattern for pattern in allowed if not pattern.startswith("!")]
@@ -117,30 +122,36 @@ def _matches(value: str, allowed: tuple[str, ...]) -> bool:
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way in which an extraction or a load fails, with its remedy.
 
-    short_code: ``FD`` and a number, which no other failure ever gets. group: the file that it is in.
-    verdict: the one that it has in the matrix, or would have.
-    signatures: regular expressions over an exception's ``Type: message``, on one line, for any device.
-    frames: further ones over the traceback, for a message that other failures share: one of them has to match. place:
-        their meaning in words. Without them the traceback has to go through FSDP, a DTensor or a state dict.
-    unless: ones over message and traceback that show another failure.
-    contradicted_by: facts with which it does not show: where a log shows one, the entry is no more than possible.
-    needs: the facts without which it does not show. A log has to show them, or the entry is not known for certain; in
-        the matrix they are given.
-    check: how to see it where nothing raises; only a silent failure has it.
-    symptoms: regular expressions over the verdict's reason, for a failure that is silent elsewhere.
-    triggers: the cases and runs in which it shows.
-    race: it needs a non-blocking copy that is read before it is done. So it shows for certain on the emulated device,
-        perhaps on an accelerator, and never where such a copy finishes at once.
-    torch: the versions that show it, as a version specifier; empty for all that were tried.
-    versions: the same by distribution, for what a framework does. frameworks: those where it was seen.
-    evidence: the id of a case that reproduces it on two ranks, or ``reported``.
-    evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
-    measured: for each device the versions of torch with which a committed run showed it.
-    cause, remedy: sentences. code: the remedy in code. remedies: by the framework's distribution, the setting of its
-        user's configuration and the release, which go before the code for its maintainer.
-    remedy_run: how the remedy was run: the id of a case that follows it and is ``ok``, the test that carries it out
-        (``tests/FILE.py::NAME``), or ``not run``. remedies_run: the same by distribution; ``not run`` for the others.
-    references: ``owner/repository#number``, or a file of torch.
+    short_code: ``FD`` and a number, which no other failure ever gets.
+    group: the name of the file that contains the entry, without its number.
+    verdict: the verdict of a case that shows the failure.
+    signatures: regular expressions over the exception's ``Type: message``, on one line, for any device.
+    frames: regular expressions over the traceback, for a message that other failures share. At least one must match.
+        Without any, the traceback must go through FSDP, a DTensor or a state dict.
+    place: the meaning of ``frames`` in words.
+    unless: regular expressions over message and traceback that show another failure.
+    contradicted_by: facts that speak against the failure: if a log shows one, the entry is no more than possible.
+    needs: facts that the failure requires. The entry is known for certain only if the log shows them; in the matrix
+        they are given.
+    check: a way to see a failure that raises nothing. Only silent failures have it.
+    symptoms: regular expressions over the verdict's reason, for a failure that is silent outside the matrix.
+    triggers: the cases and runs that show the failure.
+    race: whether the failure needs a non-blocking copy that is read before it is done. Such a failure is certain on the
+        emulated device, possible on an accelerator, and impossible where copies finish at once.
+    torch: the versions of torch that show the failure, as a version specifier; empty for all versions that were tried.
+    versions: the versions of other distributions that show the failure.
+    frameworks: the frameworks in which the failure was seen.
+    evidence: the id of a case that reproduces the failure on two ranks, or ``reported``.
+    evidence_device: the device that the reproducing case needs; empty if any device except the CPU suffices.
+    measured: for each device, the versions of torch with which a committed run showed the failure.
+    cause, remedy: sentences for the user.
+    code: the remedy as code.
+    remedies: by distribution of a framework, the setting and the release that help its users. They are shown before the
+        code, which is for the framework's maintainers.
+    remedy_run: the way in which the remedy was tried: the id of a case that follows it and is ``ok``, the test that
+        carries it out (``tests/FILE.py::NAME``), or ``not run``.
+    remedies_run: the same for ``remedies``, by distribution; ``not run`` for those that are not named.
+    references: issues as ``owner/repository#number``, or files of torch.
     """
 
     id: str
@@ -174,68 +185,70 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def page(self) -> str:
-        """The URL of its page in the published documentation."""
+        """The URL of the failure's page in the published documentation."""
         return f"{DOCUMENTATION}failures/{self.short_code}/"
 
     @property
     def reproduced(self) -> bool:
-        """Returns whether a case of the matrix shows it."""
+        """Returns whether a case of the matrix reproduces the failure."""
         return self.evidence != REPORTED
 
     @property
     def advice(self) -> str:
-        """The remedy, with a sentence that says so where nobody has run it."""
+        """The remedy, followed by a warning if nobody has tried it."""
         return f"{self.remedy} {_SAID_OF_NOT_RUN}" if self.remedy_run == NOT_RUN else self.remedy
 
     def advise(self, framework: str) -> str:
-        """The remedy for a user of that distribution, as :attr:`advice`; empty if there is none."""
+        """Returns the remedy for users of a framework, with the warning of :attr:`advice`; empty if there is none."""
         remedy = self.remedies.get(framework, "")
         is_run = not remedy or self.remedies_run.get(framework, NOT_RUN) != NOT_RUN
         return remedy if is_run else f"{remedy} {_SAID_OF_NOT_RUN}"
 
     def matches_message(self, message: str) -> bool:
-        """Returns whether the exception's text, or its first line, has one of its signatures."""
+        """Returns whether one of the signatures matches the exception's text or its first line."""
         texts = list_readings(message)
         return any(
             find_anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts
         )
 
     def has_frame(self, traceback: str) -> bool:
-        """Returns whether the traceback goes through a place where it is raised."""
+        """Returns whether the traceback goes through a place that raises this failure."""
         return any(pattern.search(traceback) for pattern in self.frames or (_SHARDED_PLACE,))
 
     def is_excluded_by(self, text: str) -> bool:
-        """Returns whether message and traceback show that it is another failure."""
+        """Returns whether message and traceback show another failure instead."""
         return any(pattern.search(text) for pattern in self.unless)
 
     def is_raised_in(self, file: str) -> bool:
-        """Returns whether the file may be of a framework that the entry names, wherever that was checked out."""
+        """Returns whether the file may belong to one of the entry's frameworks, judged by the words of its path."""
         return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
-        """Returns whether that version of torch shows it; an unknown one is assumed to."""
+        """Returns whether this version of torch shows the failure; an unknown version is assumed to."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
-        """Returns whether those versions of frameworks show it; an unknown one is assumed to."""
+        """Returns whether these versions of frameworks show the failure; an unknown version is assumed to."""
         return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether one of its triggers contains the case, whatever the entry's versions."""
+        """Returns whether one of the triggers contains the case, whatever the versions of the entry."""
         return any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether the case shows it, or in a race may show it."""
+        """Returns whether the case shows the failure or, in a race, may show it."""
         in_time = self.race and context.non_blocking_copies == "at once"
         shows = not in_time and self.is_triggered_by(case, context)
         return shows and self.shows_on(context.torch) and self.shows_with(context.packages)
 
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether a case that it is expected in must show it: no race, and no method or model of the user."""
+        """Returns whether an expected failure must show in the case: no race decides it, and neither method nor model
+        is a user's.
+        """
         is_raced = self.race and context.non_blocking_copies == "at any time"
         is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model.is_custom)
         return not is_raced and not is_users
 
     def measure_narrowness(self, case: AnyCase, context: RunContext) -> int:
-        """The narrowness of its narrowest trigger that contains the case."""
+        """Returns the narrowness of the narrowest trigger that contains the case."""
         return max(trigger.narrowness for trigger in self.triggers if trigger.contains(case, context))

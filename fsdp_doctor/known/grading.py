@@ -1,4 +1,4 @@
-"""Grades an entry of the catalogue, by the evidence that it is the failure in a log."""
+"""Grades how certainly an entry of the catalogue is the failure in a log."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 class Evidence:
     """The evidence of one failure in a log.
 
-    message: ``Type: message``. traceback: its frames, the innermost in the last line. script: the file, not torch's,
-    whose own line raised it; empty where none is known to have. code: the line of code that it came from, where the log
-    shows it and it does not only raise. indirect: the message stands somewhere else than where
-    it was raised, as in prose. log: the facts that the whole log shows. torch: the version that it names; empty
-    where it names none.
+    message: the exception as ``Type: message``.
+    traceback: the frames, the innermost in the last line.
+    script: the file outside torch and Python whose own line raised the exception; empty if no such file is known.
+    code: the line of code that raised the exception; empty if the log does not show it or it is only a ``raise``.
+    indirect: whether the message was quoted elsewhere, as in prose, and not raised where it stands.
+    log: the facts that the whole log shows.
+    torch: the version of torch that the log names; empty if it names none.
     """
 
     message: str
@@ -46,29 +48,28 @@ class Evidence:
     torch: str = ""
 
     def shows(self, name: ClueName) -> bool:
-        """Returns whether the failure itself shows a fact, by its message or its traceback, or the rest of the log
-        does.
-        """
+        """Returns whether the log shows a fact: anywhere, or in the failure's message or traceback."""
         text = _SIZE.sub(_count_elements, f"{self.message}\n{self.places}")
         return name in self.log or CLUES[name].shown.search(text) is not None
 
     @property
     def places(self) -> str:
-        """The traceback, the line of code, and the calls in that line written as frames, since C++ has no frames."""
+        """The traceback, the line of code, and each call in that line as a frame, because C++ has no Python frames."""
         called = [f"in {name}" for name in _CALLED.findall(self.code)]
         return "\n".join(filter(None, (self.traceback, self.code, *called)))
 
     @property
     def names_fsdp(self) -> bool:
-        """Returns whether the message itself names FSDP, so that it is no other program's."""
+        """Returns whether the message itself names FSDP, so that no other program can have raised it."""
         return CLUES["fsdp"].shown.search(self.message) is not None
 
 
 @dataclass(frozen=True)
 class Match:
-    """An entry with the message of a failure, and how sure it is.
+    """An entry with a signature in the message of a failure, and how certain the entry is.
 
-    open: the questions that would make it sure. against: sentences on what speaks against it.
+    open: the questions whose answers would make the entry certain.
+    against: sentences on what speaks against the entry.
     """
 
     entry: KnownFailure
@@ -78,10 +79,10 @@ class Match:
 
 
 def match_evidence(evidence: Evidence) -> list[Match]:
-    """The entries that the failure may be, the surest first; those that the evidence speaks against are left out.
+    """Returns the entries that the failure may be, the surest first. Entries that the evidence rules out are left out.
 
-    Of those that are known, one that wanted certain frames comes first; else what the matrix reproduces before what was
-    only reported.
+    Of the known entries, those with frames come first. Of equal entries, those that the matrix reproduces come before
+    those that were only reported.
     """
     entries = [entry for entry in read_catalogue() if entry.matches_message(evidence.message)]
     graded = (_grade(entry, evidence, is_shared=len(entries) > 1) for entry in entries)
@@ -98,9 +99,12 @@ def _make_key(match: Match) -> tuple[int, bool, bool]:
 
 
 def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match | None:
-    """Known needs the message, a frame that belongs to the failure, and nothing that speaks against the entry.
+    """Grades one entry; returns None if the evidence rules it out.
 
-    is_shared: whether other entries have the message, too.
+    A known entry needs its message, a frame that belongs to the failure, every fact in ``needs``, and nothing that
+    speaks against it.
+
+    is_shared: whether other entries have the same message.
     """
     traceback, places = evidence.traceback, evidence.places
     if entry.is_excluded_by(f"{evidence.message}\n{traceback}"):
@@ -123,7 +127,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         place = entry.place or "FSDP, a DTensor or a state dict"
         questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
-        questions.append("where was the exception raised? The log has no traceback of it")
+        questions.append("where was the exception raised? The log has no traceback for it")
     against = tuple(_list_contradictions(entry, evidence))
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:

@@ -31,13 +31,13 @@ EVEN_DIMS: dict[Model, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The facts about a run that the triggers of the catalogue depend on, beside the case.
+    """The facts about a run on which the triggers of the catalogue depend.
 
-    torch: its version; empty where it is not known, and then every version is meant.
-    device: as in ``torch.device``; every type but ``cpu`` and ``emulated`` is an accelerator.
+    torch: the version of torch; empty if it is not known, and then every version applies.
+    device: the type of device as in ``torch.device``; every type except ``cpu`` and ``emulated`` is an accelerator.
     world_size: the number of ranks.
-    packages: the versions of installed distributions; one that is not there is not known.
     late_completion: whether the emulated device's non-blocking copies finish late.
+    packages: the versions of installed distributions; a distribution that is missing here has an unknown version.
     """
 
     torch: str = ""
@@ -58,7 +58,7 @@ class RunContext:
 
     @property
     def non_blocking_copies(self) -> CopyCompletion:
-        """Returns the moment at which a non-blocking copy to the host is done; on an accelerator it is a race."""
+        """Returns when a non-blocking copy to the host finishes. On an accelerator this depends on a race."""
         match self.device_kind:
             case "cpu":
                 return "at once"
@@ -70,7 +70,7 @@ class RunContext:
                 assert_never(kind)
 
     def shard_group(self, scenario: Scenario) -> int:
-        """Counts the ranks over which a parameter is sharded."""
+        """Returns the number of ranks over which a parameter is sharded."""
         match scenario.sharding:
             case Sharding.FULL | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return self.world_size
@@ -84,9 +84,7 @@ class RunContext:
                 assert_never(sharding)
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
-        """Lists whether the shards of every parameter have one size on all ranks; both answers for a model of the
-        user.
-        """
+        """Lists whether all ranks' shards of a parameter have one size; a user's model allows both answers."""
         group = self.shard_group(scenario)
         if group == 1:
             return ("even",)

@@ -11,7 +11,7 @@ _NO_LITERAL = re.compile(r"\((?:\?[^)]*)?[^()]*\)[?*+]?|\[[^\]]*\][?*+]?|\\.[?*+
 
 
 def join_lines(text: str) -> str:
-    """``text`` with one space between words and straight quotes."""
+    """Joins a text into one line, with one space between words, and makes its quotes straight."""
     if not text.isascii() or "`" in text:
         text = text.translate(_QUOTES)
     return " ".join(text.split())
@@ -19,21 +19,22 @@ def join_lines(text: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def list_readings(message: str) -> tuple[str, ...]:
-    """A message on one line, and its first line if there are more: a signature may be in either."""
+    """Returns a message as one line and, if it has several lines, also its first line. A signature may match either."""
     whole, first = join_lines(message), join_lines(message.split("\n", 1)[0])
     return (whole,) if whole == first else (whole, first)
 
 
 def compile_signature(text: str) -> re.Pattern[str]:
-    """The signature of an entry's text, in which ``<device>`` is any device's name, with or without its index."""
+    """Compiles the signature of an entry. ``<device>`` matches any device's name, with or without its index."""
     return re.compile(join_lines(text).replace("<device>", DEVICE))
 
 
 @functools.cache
 def find_anchor(pattern: re.Pattern[str]) -> str:
-    """The longest literal piece of a signature, which is in whatever it matches; empty where case does not matter.
+    """Returns the longest literal piece of a signature, which every match contains; empty if the signature ignores
+    case.
 
-    It has no quotes, which a log may have in another form.
+    The piece has no quotes, because a log may contain quotes of another form.
     """
     if "(?i)" in pattern.pattern:
         return ""

@@ -1,4 +1,4 @@
-"""Executes files of this program in the processes of a user's job, whose command is not changed."""
+"""Executes files of this program in the processes of a user's job. The job's command is not changed."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def is_under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this process is the one that prints for the job; true also outside of torchrun."""
+    """Returns whether this process prints for the job: rank 0, or any process outside torchrun."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 
@@ -96,8 +96,8 @@ def read_place() -> Place:
         raise CannotRun(f"torchrun's variables are not all numbers: {values}") from None
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise CannotRun(
-            f"torchrun's variables do not fit together: rank {rank} of {world_size}, "
-            f"local rank {local_rank} of {local_world_size}"
+            f"torchrun's variables contradict each other: rank {rank} of {world_size}, local rank "
+            f"{local_rank} of {local_world_size}"
         )
     return Place(rank=rank, world_size=world_size, local_rank=local_rank, num_nodes=world_size // local_world_size)
 

@@ -1,6 +1,6 @@
-"""Axes of the matrix: their names, their values, and what each value means.
+"""Axes of the matrix: their names, their values, and the meaning of each value.
 
-No value belongs to two axes, so the id of a case can be read back without positions.
+A value belongs to only one axis, so the id of a case can be read back without positions.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class OffloadFlag(AxisValue):
 
 
 class OffloadWay(AxisValue):
-    """Way to offload that verl's three settings do not have."""
+    """Way to offload that is not a combination of verl's three settings."""
 
     PARTIAL = "partial", "CPUOffloadPolicy / CPUOffload for every second decoder layer, none for the other units"
     BY_PARAMETER = (
@@ -117,8 +117,10 @@ class OffloadWay(AxisValue):
     )
     MOVED = (
         "moved",
-        "the trainer puts each shard into pinned memory of its own, and moves the optimizer's state "
-        "(miles_diffusion#182)",
+        (
+            "the trainer puts each shard into separate pinned memory, and moves the optimizer's state "
+            "(miles_diffusion#182)"
+        ),
     )
     AROUND_STEP = (
         "optimizer-around-step",
@@ -130,7 +132,7 @@ class OffloadWay(AxisValue):
 @functools.total_ordering
 @dataclass(frozen=True)
 class Offload:
-    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or one other way to offload.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or another way to offload.
 
     As in verl, the policy takes precedence: with it, the two manual flags have no effect.
     """
@@ -345,7 +347,7 @@ class Sharding(AxisValue):
     FULL = "full", "one shard group over all ranks"
     HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
     TP = "tp", "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second"
-    EXPERTS = "experts", "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer"
+    EXPERTS = "experts", "the experts over a separate mesh: ShardPlacementResult, torch 2.12 and newer"
     EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
     HIDDEN_EXPERTS = (
         "hidden-experts",
@@ -437,7 +439,7 @@ class Precision(AxisValue):
 
     @property
     def casts(self) -> bool:
-        """True if FSDP gathers the parameters in another dtype than the shards'."""
+        """True if FSDP gathers the parameters in a dtype other than the dtype of the shards."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True
@@ -452,9 +454,9 @@ class Optimizer(AxisValue):
 
     ADAMW = "adamw", "AdamW as torch makes it: over lists of tensors, with step counters on the host"
     SGD = "sgd", "SGD with momentum 0.9"
-    MUON = "muon", "Muon for the matrices, torch 2.9 and newer; an SGD of its own, without state, for the rest"
+    MUON = "muon", "Muon for the matrices, torch 2.9 and newer; a separate SGD, without state, for the rest"
     ADAFACTOR = "adafactor", "torch's Adafactor; of a flat parameter it keeps the second moments whole, not as factors"
-    ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters beside the parameters"
+    ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters on the parameters' device"
     ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as a CUDA graph takes it"
     ADAMW_8BIT = "adamw-8bit", "torchao's AdamW8bit: blocks of 8-bit codes with a scale each, and a tensor for lr"
     TENSOR_LR = "tensor-lr", "AdamW(lr=torch.tensor(...)), on the host"
@@ -491,7 +493,7 @@ class Init(AxisValue):
 
 
 class CheckpointFit(AxisValue):
-    """Relation of a load's checkpoint to the model's state dict: how it differs, and who saved it."""
+    """Relation of a load's checkpoint to the model's state dict: how the two differ, and who saved the checkpoint."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
     BF16 = "bf16", "a checkpoint in bfloat16 for parameters in float32"
@@ -508,7 +510,7 @@ class CheckpointFit(AxisValue):
     def must_load(self) -> bool:
         """True if a load of the checkpoint has to succeed, because it has the model's names, shapes and dtypes.
 
-        A checkpoint of another number of ranks need not load, since files of one rank each cannot be divided anew.
+        A checkpoint of another number of ranks need not load, because files with one rank each cannot be resharded.
         """
         match self:
             case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:
@@ -549,7 +551,7 @@ class Context(AxisValue):
 
 
 class Consumer(AxisValue):
-    """Use that is made of the entries that a method yields. A receiver is another process."""
+    """Use of the entries that a method yields. A receiver is another process."""
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"

@@ -83,7 +83,7 @@ class Scenario:
         )
 
     def change(self, **values: str | Offload) -> Scenario:
-        """Returns the scenario with other values on some axes. Raises what :func:`make_scenario` raises."""
+        """Returns the scenario with other values on some axes. Raises the errors of :func:`make_scenario`."""
         return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
@@ -140,7 +140,7 @@ class Scenario:
         if self.version == 1 and self.offload.way in _WAYS_OF_FSDP2:
             return f"only FSDP2's shards can be offloaded as {self.offload}"
         if not self.pinning.is_pinned and not (self.offload.takes_policy and self.version == 2):
-            return "only FSDP2's CPUOffloadPolicy can be told not to pin"
+            return "only FSDP2's CPUOffloadPolicy can leave memory unpinned"
         if not self.transfer.is_blocking and not self.offload.by_hand:
             return "only verl's manual offload can be non-blocking"
         if self.sharding.needs_fsdp2 and self.version == 1:
@@ -152,13 +152,15 @@ class Scenario:
         if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):
             return "only a model with experts has a mesh for experts"
         if self.sharding.divides_experts and self.model.is_custom:
-            return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
+            return (
+                f"a model of your own decides itself how it divides experts, so it cannot be sharded as {self.sharding}"
+            )
         if self.sharding.divides_experts and not self.dims.is_even:
             return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
         if self.model is Model.QWEN3_FLOAT8 and self.version == 1:
-            return "torchao gathers in float8 under FSDP2 alone"
+            return "torchao gathers in float8 only under FSDP2"
         if self.model is Model.QWEN3_FLOAT8 and not self.dims.is_even:
-            return "torchao multiplies in float8 where 16 divides the dimensions"
+            return "torchao multiplies in float8 only if 16 divides the dimensions"
         if self.model.is_quantized and self.precision.casts:
             return "a cast to bfloat16 destroys 4-bit codes that are stored as float32"
         if self.model.is_quantized and (self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT):
@@ -187,13 +189,16 @@ class Scenario:
         """Explains why the optimizer cannot train such a model; empty if it can."""
         match self.optimizer:
             case Optimizer.MUON if self.version == 1:
-                return "Muon takes matrices, and the optimizer of FSDP1 has flat parameters"
+                return "Muon needs matrices, but the optimizer of FSDP1 has flat parameters"
             case Optimizer.ADAMW_8BIT if self.version == 1:
-                return "torchao has no 8-bit state of FSDP1's flat shards here, which are no multiples of its blocks"
+                return (
+                    "torchao makes no 8-bit state of FSDP1's flat shards here, because their sizes are not "
+                    "multiples of its blocks"
+                )
             case Optimizer.ADAFACTOR if self.version == 2:
                 return "torch's Adafactor squares the norms of gradients in place, which DTensors refuse"
             case Optimizer.ADAMW_CAPTURABLE if self.policy:
-                return "a capturable AdamW steps on the device, and the policy has it step on the host"
+                return "a capturable AdamW steps on the device, but under the policy the optimizer steps on the host"
             case _:
                 return ""
 

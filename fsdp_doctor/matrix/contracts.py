@@ -77,7 +77,8 @@ class Contract:
 class Method:
     """Method that extracts or loads weights, of the matrix or of a framework's matrix.
 
-    summary: the method in code. only: by axis, the values with which it makes sense.
+    summary: the method in code.
+    only: by axis, the values with which it makes sense.
     """
 
     name: str

@@ -38,7 +38,8 @@ from fsdp_doctor.matrix.methods import METHOD_NAMES, is_user_method, list_method
 class Selection:
     """Options with which a user selects cases. An empty field means that the option was not given.
 
-    directions: both if empty. frameworks: if given, only their cases are selected.
+    directions: the directions of the methods; both if empty.
+    frameworks: the frameworks whose cases are selected instead of the matrix; the matrix if empty.
     """
 
     directions: tuple[Direction, ...] = ()
@@ -133,11 +134,12 @@ def _list_fixes(case: AnyCase) -> list[AnyCase]:
 
 
 def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
-    """Lists the scenarios with the values asked for: those of the level ``quick`` or ``full``, or else their product.
+    """Lists the scenarios with the requested values: scenarios of the level ``quick`` or ``full``, or else their
+    product.
 
     A filter with ``full`` removes cases and adds none. The full matrix varies one axis at a time, so it may have no
-    case with all the values asked for. In this situation the result is the same as without ``full``: these values, and
-    the defaults on every other axis.
+    case with all requested values. The result is then the same as without ``full``: these values, and the defaults on
+    every other axis.
     """
     for axis, values in selection.axes.items():
         for value in values:
@@ -192,10 +194,9 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
 
 
 def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
-    """Sorts the cases so that those of one scenario, and scenarios of one backend, are together: each needs its own
-    workers.
+    """Sorts the cases so that the cases of one scenario, and the scenarios of one backend, are together.
 
-    Cases of frameworks come last, grouped by framework.
+    Each of these needs its own workers. Cases of frameworks come last, grouped by framework.
     """
     first_seen: dict[AnyScenario, int] = {}
     order = list(AXIS["backend"].values)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 class TrainingSize:
     """Size of a training step of each rank.
 
-    batch: the number of sequences. sequence: the number of tokens in each. checkpointing: whether decoder layers keep
-    only their inputs for the backward, and compute the rest again.
+    batch: the number of sequences.
+    sequence: the number of tokens in each sequence.
+    checkpointing: whether decoder layers keep only their inputs for the backward, and compute the other activations
+        again.
     """
 
     batch: int = 2

@@ -43,7 +43,8 @@ class LiveBytes:
 class Segment:
     """The memory of one part of a step, such as the forward of one layer.
 
-    highest: the bytes at the peak of the part. end: the bytes at the end of the part.
+    highest: the bytes at the peak of the part.
+    end: the bytes at the end of the part.
     """
 
     of: Pass

@@ -77,7 +77,8 @@ class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration keys of devices and nodes.
 
-    gpus: keys of the number of devices in a node. nodes: keys of the number of nodes.
+    gpus: keys of the number of devices in a node.
+    nodes: keys of the number of nodes.
     ranks: keys of the number of ranks on all nodes.
     words: whether values can be words instead of numbers, such as ``auto``.
     """
@@ -131,7 +132,8 @@ _FULL = ("", "fp32", "float32", "float")
 class PlanOptions:
     """The command-line options, which take precedence over the configuration; an option that is not given is None.
 
-    gpu_memory: bytes of memory of a device. host_memory: bytes of host memory of a node.
+    gpu_memory: bytes of memory of a device.
+    host_memory: bytes of host memory of a node.
     """
 
     model: str | None = None
@@ -306,7 +308,7 @@ def _read_master_bytes(keys: SizeKeys, settings: Settings) -> int:
     word = settings.read_word(*keys.master_dtype).removeprefix("torch.").lower()
     if word not in _HALF + _FULL:
         raise Unreadable(
-            f"{settings.find_first(*keys.master_dtype)} is no dtype of shards: float32, bfloat16 or float16"
+            f"{settings.find_first(*keys.master_dtype)} is not a dtype of shards; use float32, bfloat16 or float16"
         )
     return BF16 if word in _HALF else FP32
 

@@ -20,7 +20,9 @@ ModelHead: TypeAlias = Literal["language", "value"]
 class Dtypes:
     """Bytes of one element.
 
-    master: in the shards that the optimizer updates. compute: in gathered parameters. reduce: in gradient reductions.
+    master: bytes of an element of the shards that the optimizer updates.
+    compute: bytes of an element of the gathered parameters.
+    reduce: bytes of an element in gradient reductions.
     """
 
     master: int = FP32
@@ -33,7 +35,8 @@ class RoleSetup:
     """One model of a job.
 
     scenario: the model's strategy and offload.
-    shard_ranks: the number of ranks in one shard group. replicas: the number of shard groups.
+    shard_ranks: the number of ranks in one shard group.
+    replicas: the number of shard groups.
     model: a named shape, or a directory with a config.json.
     layers: the number of layers; None for the model's own number.
     trains: whether the model is trained; false if only its forward runs.
@@ -124,7 +127,8 @@ class EngineSetup:
 class Machines:
     """The machines of a job.
 
-    gpus: the number of devices in a node. gpu_memory: bytes of memory of a device.
+    gpus: the number of devices in a node.
+    gpu_memory: bytes of memory of a device.
     host_memory: bytes of host memory of a node; None if unknown.
     """
 
@@ -140,7 +144,10 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetup:
-    """The job to plan. unread: sentences on settings that the plan ignores, and on defaults that it uses."""
+    """The job to plan.
+
+    unread: sentences on settings that the plan ignores, and on defaults that it uses.
+    """
 
     framework: str
     machines: Machines

@@ -75,7 +75,11 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The predicted memory of a job. moments: the moments on a device. host: the moments on a node's host."""
+    """The predicted memory of a job.
+
+    moments: the moments on a device.
+    host: the moments on a node's host.
+    """
 
     job: JobSetup
     roles: tuple[RolePlan, ...]
@@ -292,7 +296,7 @@ def _list_role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, 
 
 
 def _list_more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
-    """Lists the settings that offload more than the role's present setting, with their offload."""
+    """Lists settings that offload more than the present setting of the role, each with the resulting offload."""
     scenario = role.scenario
     if scenario.policy:
         return []

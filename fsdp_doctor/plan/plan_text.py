@@ -61,7 +61,10 @@ NOT_MODELLED = (
 
 
 def render_plan_text(plan: JobPlan, advices: Sequence[Advice], width: int) -> str:
-    """Renders the plan as text, with the verdict first. width: the width of the text in characters."""
+    """Renders the plan as text, with the verdict first.
+
+    width: the width of the text in characters.
+    """
     return wrap_all(_render_lines(plan, advices, width), width).rstrip() + "\n"
 
 

@@ -48,7 +48,8 @@ class RankShards:
 def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
     """Shards all units of a model. Under FSDP1 the embedding belongs to the root unit.
 
-    rank: the rank within its shard group. ranks: the number of ranks in a shard group.
+    rank: the rank within its shard group.
+    ranks: the number of ranks in a shard group.
     """
     if strategy.version == 2:
         return RankShards(
@@ -224,9 +225,11 @@ class _Computation:
             self._go_to(segment.end)
 
     def leave_gradients(self, nbytes: int) -> int:
-        """Hands over traced gradients to FSDP, which frees them later; they stay on the timeline. Returns their bytes.
+        """Hands traced gradients over to FSDP, which frees them later, and returns their number of bytes.
 
-        nbytes: the most bytes to hand over.
+        The gradients stay on the timeline.
+
+        nbytes: the largest number of bytes to hand over.
         """
         nbytes = min(nbytes, self._now.gradients)
         self._now = LiveBytes(self._now.activations, self._now.gradients - nbytes)
@@ -293,7 +296,10 @@ class Fsdp1Replay:
             self.unshard(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
+        """Replays the reduction of a unit.
+
+        gradients: bytes of the gradients of its parameters, which are freed.
+        """
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel, padded = sum(unit.originals), sum(unit.padded)
         joined = round_up(numel * dtypes.compute)
@@ -367,7 +373,10 @@ class Fsdp2Replay:
             self._gather(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
+        """Replays the reduction of a unit.
+
+        gradients: bytes of the gradients of its parameters, which are freed.
+        """
         self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.free("communication buffers", self._reduce_input)

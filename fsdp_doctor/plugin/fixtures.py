@@ -52,7 +52,7 @@ class ThisRank:
 
 
 class KeptScenarios:
-    """The trainers of this rank that earlier tests have left usable. Every rank keeps the same ones.
+    """The trainers of this rank that are still usable after earlier tests. Every rank keeps the same ones.
 
     whole: whether all ranks have ended every case in the same way, so that further cases can run in the same workers.
     """
@@ -152,10 +152,10 @@ class FsdpCase:
         return self._this_rank.scratch
 
     def train_step(self, *, unstage: bool = False) -> None:
-        """Trains a step, after which extractions must return the new weights.
+        """Trains a step, after which extractions must return the new weights. Only for a test that extracts.
 
-        For a test that extracts. Every rank must call it. Before and after the step, the model is in the state of its
-        scenario, for example offloaded.
+        Every rank must call it. Before and after the step, the model is in the state of its scenario, for example
+        offloaded.
 
         unstage: the same as for :meth:`check`.
         """

@@ -47,7 +47,10 @@ def select_frames(text: str, *, kept: int) -> str:
 
 
 def _is_of_a_library(file: str) -> bool:
-    """Returns whether the file belongs to a library. file: its full path, or a path that begins with its package."""
+    """Returns whether the file belongs to a library.
+
+    file: the full path of the file, or a path that begins with its package.
+    """
     path = pathlib.Path(file)
     if file.startswith("<"):
         return True

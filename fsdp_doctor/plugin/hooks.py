@@ -2,8 +2,8 @@
 
 Every run of pytest imports this module, so it imports nothing else of this package before a test is marked.
 
-PYTEST_DONT_REWRITE: a rank imports this module before its pytest does, which would otherwise warn that the module can
-no longer be rewritten.
+PYTEST_DONT_REWRITE: a rank imports this module before its own pytest starts. Without this word, pytest would warn that
+the module can no longer be rewritten.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def fsdp_case(request: pytest.FixtureRequest) -> FsdpCase:
 
 @pytest.fixture
 def this_rank(request: pytest.FixtureRequest) -> ThisRank:
-    """The rank that the test runs on: its number, device and process groups."""
+    """The rank on which the test runs: its number, device and process groups."""
     from fsdp_doctor.plugin import rank_session
 
     return rank_session.find_session(request).this_rank

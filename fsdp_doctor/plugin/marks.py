@@ -175,9 +175,9 @@ def _explain_impossible(axis: str, value: str) -> str:
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"
         case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD | CheckpointFit.HUB:
-            return "the probe alone has other processes that save"
+            return "the checkpoint is saved by other processes, which only the probe starts"
         case Consumer() as consumer if consumer.needs_sender:
-            return "the test itself does what it does with what it extracts"
+            return "a test uses the extracted weights itself, without a consumer"
         case Context.NO_GRAD | Context.INFERENCE:
             return "the test itself enters torch.no_grad() or torch.inference_mode()"
         case _:

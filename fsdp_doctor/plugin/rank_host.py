@@ -107,7 +107,10 @@ class PhaseCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRequest:
-    """Requests one phase of one test on every rank. builds_model: whether the test has a scenario."""
+    """Requests one phase of one test on every rank.
+
+    builds_model: whether the test has a scenario.
+    """
 
     needs: RanksNeeded
     command: PhaseCommand
@@ -117,7 +120,10 @@ class PhaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseAnswer:
-    """The end of a phase on every rank. goes_on: whether the test's next phase can run in the same workers."""
+    """The end of a phase on every rank.
+
+    goes_on: whether the test's next phase can run in the same workers.
+    """
 
     reports: list[RankReport]
     phases: list[PhaseReport | None]
@@ -126,7 +132,10 @@ class PhaseAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Says that the requested ranks cannot be started. exit_code: one of the exit codes in errors.py."""
+    """Says that the requested ranks cannot be started.
+
+    exit_code: one of the exit codes in errors.py.
+    """
 
     reason: str
     exit_code: int

@@ -188,12 +188,17 @@ class RankSession:
         stays = [node for node in item.listchain()[:-1] if node.nodeid in self._command.next_nodes]
         item.ihook.pytest_runtest_teardown(item=item, nextitem=stays[-1] if stays else None)
         if self._command.still_whole and not self._runtime.check_group():
-            pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
+            pytest.fail(
+                "a collective after the test gives a wrong sum: a collective of the test was not called by all "
+                "ranks alike",
+                pytrace=False,
+            )
 
     def _run_phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
         """Runs a phase of a test and reports how it ended.
 
-        undo: reverts side effects of the phase, and returns the reason to retire this worker; empty if there is none.
+        undo: a function that reverts side effects of the phase, and returns the reason to retire this worker; empty if
+        there is none.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         if call.excinfo is not None and self._shortens:

@@ -22,7 +22,7 @@ from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"]
-"""The verdicts of a report; the failures that a file names; those that the catalogue expects; or none at all."""
+"""Expected verdicts: a report's; the failures in a file; the failures that the catalogue expects; or no failures."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Judgement:
 
     @functools.cached_property
     def unexpected(self) -> list[str]:
-        """The sentences of the differences, and a sentence for each expectation in a file that no case meets now."""
+        """The sentences of the differences, and a sentence for each expectation of a file that is stale.
+
+        An expectation is stale if none of its cases fails as expected, or if its patterns match no case.
+        """
         stale = (
             list_stale(self.report, self.baseline, self.context.torch)
             if isinstance(self.baseline, ExpectedFailures)

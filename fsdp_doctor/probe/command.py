@@ -210,7 +210,7 @@ def _run(
         trouble = error
     except Exception as error:
         traceback.print_exc()
-        trouble = DoctorFault(f"its own fault, {type(error).__name__}: {error}; please report the traceback")
+        trouble = DoctorFault(f"an internal error, {type(error).__name__}: {error}; please report the traceback")
     finally:
         with contextlib.suppress(RuntimeError):
             conductor.end()

@@ -148,7 +148,10 @@ def add_cases_that_must_work(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
 
 
 class _Examiner:
-    """Runs one case after another. cases: the job's list; a case's number is its index."""
+    """Runs one case after another.
+
+    cases: the job's list; a case's number is its index.
+    """
 
     def __init__(self, conductor: Conductor, cases: Sequence[AnyCase], world_size: int) -> None:
         self._conductor = conductor

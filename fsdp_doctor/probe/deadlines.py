@@ -54,7 +54,7 @@ class Deadline:
 
 
 class Deadlines:
-    """The deadlines of one run. They grow with the slowest stage that the run has shown.
+    """The deadlines of one run. They grow with the slowest stage of the run so far.
 
     test_timeout: the time limit of a test that sets one; it replaces ``limits.start``.
     """
@@ -102,7 +102,7 @@ class Watch:
 
         records: the last record of each rank.
         in_trouble: whether some rank can keep the others from finishing.
-        idle_seconds: returns for how long all unfinished workers have been idle.
+        idle_seconds: a function that returns for how long all unfinished workers have been idle.
         """
         now = time.monotonic()
         self._still += min(now - self._looked_at, _LATE_SECONDS)
@@ -127,7 +127,10 @@ class Watch:
         return (unfinished or records)[0].stage if records else "start"
 
     def _is_grace_over(self, seconds: float, idle_seconds: Callable[[], float]) -> bool:
-        """Returns whether the other ranks have had enough time. seconds: the time since the trouble began."""
+        """Returns whether the other ranks have had enough time.
+
+        seconds: the time since the trouble began.
+        """
         if self._grace is not None:
             return seconds > self._grace
         if seconds > _GRACE:

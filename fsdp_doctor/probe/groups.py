@@ -1,7 +1,7 @@
 """Groups of ranks that run side by side on the same devices and share the cases of a run: ``--jobs``.
 
-Each group is a run of its own, with its own store and workers. A group takes the next block of cases, all of one
-scenario, when it has finished the last block. The first group gathers all results and writes the report.
+Each group is a separate run, with its own store and workers. When a group has finished a block of cases, it takes the
+next block; a block has the cases of one scenario. The first group gathers all results and writes the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class SharedCases:
     """The cases of a run, as the first rank of each group sees them.
 
     store: a store that all groups can reach.
-    check: called repeatedly while the group waits for others; an exception that it raises ends the wait.
+    check: a function that is called repeatedly while the group waits for others; an exception that it raises ends the
+        wait.
     """
 
     def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:

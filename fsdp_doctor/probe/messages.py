@@ -57,7 +57,10 @@ class EndRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorker:
-    """Order to end the worker in the middle of a case or a start. why, detail: the reason, for the worker's report."""
+    """Order to end the worker in the middle of a case or a start.
+
+    why, detail: the reason, for the worker's report.
+    """
 
     why: Stop
     detail: str

@@ -48,8 +48,8 @@ def _is_orphan(pid: int, workers: Collection[int]) -> bool:
 class _Thread:
     """The state of a thread.
 
-    waits: how often it gave up the processor.
-    interruptions: how often it was preempted.
+    waits: the number of times that the thread gave up the processor.
+    interruptions: the number of times that the thread was preempted.
     """
 
     state: str

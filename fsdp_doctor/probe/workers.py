@@ -336,10 +336,12 @@ class WorkerProcess:
 
 
 def _become_worker(parent: int, output: int) -> None:
-    """Prepares a forked worker before it does anything else. ``output``: the file descriptor for stdout and stderr.
+    """Prepares a forked worker before it does anything else.
 
     The worker leads a new session, so that Ctrl-C reaches only the supervisor, and all processes that the worker starts
-    can be ended with it. It dies with its supervisor, in whatever way the supervisor ends.
+    can be ended together with the worker. The worker dies with its supervisor, in whatever way the supervisor ends.
+
+    output: the file descriptor for stdout and stderr.
     """
     os.setsid()
     die_with_parent(signal.SIGKILL)
@@ -383,10 +385,11 @@ def _cut_excerpt(data: bytes) -> str:
 class WorkerGroup:
     """Forks a worker for each rank of one node at once, and supervises the workers without a store.
 
-    :meth:`close` ends them.
+    :meth:`close` ends the workers.
 
     runs: the function that each rank's fork calls; the worker ends when it returns.
-    check: called repeatedly while the group is waited for; an exception that it raises ends the wait.
+    check: a function that is called repeatedly while the group is waited for; an exception that it raises ends the
+        wait.
     """
 
     def __init__(

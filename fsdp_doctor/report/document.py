@@ -1,4 +1,4 @@
-"""The report as typed records, and its JSON form. Every format is made from these records alone."""
+"""The report as typed records, and its JSON form. Every format is made only from these records."""
 
 from __future__ import annotations
 

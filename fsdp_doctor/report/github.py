@@ -29,7 +29,10 @@ def render_workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
         errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")
     if len(errors) > _MOST_ANNOTATIONS:
         num_more = len(errors) - (_MOST_ANNOTATIONS - 1)
-        errors = [*errors[: _MOST_ANNOTATIONS - 1], f"and {num_more} more, which the log and the job's summary list"]
+        errors = [
+            *errors[: _MOST_ANNOTATIONS - 1],
+            f"and {num_more} more, which are listed in the log and in the job's summary",
+        ]
     commands = [*(_render_command("error", text) for text in errors), _render_command("notice", summarize(report))]
     return "\n".join(commands) + "\n"
 
@@ -77,7 +80,7 @@ def _render_items(unexpected: Sequence[str], num_bytes: int) -> str:
         line = f"- `` {one_line} ``\n" if "`" in one_line else f"- `{one_line}`\n"
         num_bytes -= _count_bytes(line)
         if num_bytes < 0:
-            lines.append(f"- and {len(unexpected) - number} more, which the log lists\n")
+            lines.append(f"- and {len(unexpected) - number} more, which are listed in the log\n")
             break
         lines.append(line)
     return "".join(lines)

@@ -195,7 +195,10 @@ def _draw_block(block: _Block, left: int, top: int) -> Iterator[str]:
 
 
 def _draw_cell(x: int, y: int, kind: VerdictKind, title: str = "") -> str:
-    """Draws a cell. title: the text that is shown while the mouse is over the cell."""
+    """Draws a cell.
+
+    title: the text that is shown while the mouse is over the cell.
+    """
     title = textwrap.shorten(title.rstrip(": "), _LONGEST_TITLE, placeholder=" ...")
     said = f"<title>{_escape(title)}</title>" if title and kind not in NOT_RUN else ""
     letter = _COLOURS[kind][2]

@@ -95,7 +95,9 @@ def read_report(path: pathlib.Path) -> Report:
 
 
 def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
-    """Returns the journal's results if it has more than ``results``. The journal's last line may be incomplete."""
+    """Returns the journal's results or ``results``, whichever has more entries. The journal's last line may be
+    incomplete.
+    """
     in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -136,7 +136,7 @@ def _render_beside_fix(report: Report) -> Iterator[Table]:
         if fix is not None and fix is not result and result.verdict.kind not in ("unsupported", "skipped"):
             methods.setdefault(fix.id, []).append(result)
     for results in methods.values():
-        title = f"{results[0].case.scenario.id}, beside the fix"
+        title = f"{results[0].case.scenario.id}, compared with the fix"
         table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
         for column in ("method", "verdict", "time", "peak extra"):
             table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")

@@ -51,7 +51,10 @@ class ReportWriter:
         return [number for number, case in enumerate(self._cases) if case.id not in done]
 
     def open(self, facts: EnvironmentFacts) -> None:
-        """Starts to write results to disk. facts: facts about the environment that only the workers know."""
+        """Starts to write results to disk.
+
+        facts: facts about the environment that only the workers know.
+        """
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
         with self._keep_fault():
@@ -69,7 +72,7 @@ class ReportWriter:
     ) -> tuple[Report, DoctorFault | None]:
         """Writes every file. Returns the report, and the first fault in writing.
 
-        expected: returns the ids of a report's bad cases that were expected.
+        expected: a function that returns the ids of a report's bad cases that were expected.
         """
         report = dataclasses.replace(
             self._report,

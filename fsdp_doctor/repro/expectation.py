@@ -119,10 +119,10 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
 
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
-    """Raises UsageError if a script has nothing with which it can compare the result.
+    """Raises UsageError if a script cannot compare the result with anything.
 
-    A script cannot check the values of an extracted optimizer state. Nor can it check the effect that a load after a
-    step that raised has on the next step.
+    A script cannot check the values of an extracted optimizer state. It also cannot check the effect on the next step
+    of a load after a step that raised.
     """
     goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
     if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
@@ -162,7 +162,7 @@ def _make_exception_pattern(result: CaseResult) -> str:
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:
-    """Makes a pattern for the number of bad entries and the first few names; empty if a script's would differ."""
+    """Makes a pattern for the number of bad entries and the first few names; empty if the script would have others."""
     contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
     # For FSDP1, a script compares flat parameters, but a report compares the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):

@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def render_minimal(case: Case, name: str = "repro.py", *, as_test: bool = False) -> str:
-    """Renders a script of at most 25 lines that shows the failure that the catalogue has for ``case``.
+    """Renders a script of at most 25 lines that shows the failure that the catalogue expects of ``case``.
 
     The last line of its output is ``shown``, with exit code 0, or ``not shown``. Raises UsageError for a case that
     needs a longer script.
@@ -136,7 +136,7 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
         case "hang" | "stuck":
             return "a hang needs the watchdog of the full script"
         case "race" | "order" | "died":
-            return "it shows only now and then, or beside another process"
+            return "it shows only in some runs, or only while another process works"
         case "poisoned" if not scenario.transfer.is_blocking:
             return "its copies come too late, which only the full script waits for"
     cast = scenario.checkpoint in (CheckpointFit.FP32, CheckpointFit.BF16)
@@ -262,7 +262,7 @@ class _Script:
         return "", "", ""
 
     def _build(self) -> Iterator[str]:
-        """Writes the model, the weights that it has or will load, and how it is sharded."""
+        """Writes the model, the weights that it has or will load, and the way in which it is sharded."""
         if self._builds_twice:
             yield f"def build({self._made_as[0]}):"
             yield from (f"    {line}" for line in (*self._make_plain(), *self._shard()))
@@ -296,7 +296,7 @@ class _Script:
         return f"torch.ones(tensor.shape{dtype})"
 
     def _misfit(self, state: str) -> Iterator[str]:
-        """Writes how the checkpoint in the variable ``state`` differs from the model's state dict."""
+        """Writes the difference between the checkpoint in the variable ``state`` and the model's state dict."""
         match self.case.scenario.checkpoint:
             case CheckpointFit.EXTRA_KEY:
                 yield f'{state}["extra.weight"] = torch.ones(8, 8)'
@@ -425,7 +425,9 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Returns whether the checkpoint's tensors must differ from the model's; they need not if the load raises."""
+        """Returns whether the checkpoint's tensors must differ from the model's. If the load raises, this is not
+        needed.
+        """
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
 
@@ -444,9 +446,9 @@ class _Script:
         yield "model.zero_grad()"
 
     def _move(self, place: str) -> Iterator[str]:
-        """Writes the move of the weights to ``place``, an expression.
+        """Writes the move of the weights to a place. FSDP1's weights are moved unit by unit, as in verl.
 
-        FSDP1's weights are moved unit by unit, as verl does.
+        place: the expression for the place.
         """
         late = "" if self.case.scenario.transfer.is_blocking else ", non_blocking=True"
         if not self.fsdp1:
@@ -552,9 +554,9 @@ class _Script:
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:
-        """Writes the next training step if it is the step that fails.
+        """Writes the next training step if this is the step that fails.
 
-        Everything is brought back to the device before it.
+        Before the step, all tensors are brought back to the device.
         """
         scenario = self.case.scenario
         if self.kind != "poisoned":

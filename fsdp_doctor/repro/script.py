@@ -76,17 +76,20 @@ def locate_method(case: Case) -> MatrixMethod:
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
     if scenario.consumer.needs_sender:
-        raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
+        raise UsageError(
+            f"case {case.id!r}: no script can be written for a case with a consumer, because a script reads each "
+            "entry when it comes"
+        )
     if scenario.checkpoint is CheckpointFit.HUB:
         raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} has a model of your own; a script has only built-in models")
     if scenario.model in (Model.QWEN3_QLORA, Model.QWEN3_FLOAT8):
-        raise UsageError(f"case {case.id!r}: there is no script of the model {scenario.model}")
+        raise UsageError(f"case {case.id!r}: no script can be written for the model {scenario.model}")
     if scenario.offload.way in (OffloadWay.MOVED, OffloadWay.BY_PHASE, OffloadWay.BY_PARAMETER):
-        raise UsageError(f"case {case.id!r}: there is no script of an offload that is {scenario.offload}")
+        raise UsageError(f"case {case.id!r}: no script can be written for the offload {scenario.offload}")
     if scenario.offload.way is OffloadWay.PARTIAL and scenario.init.is_meta:
-        raise UsageError(f"case {case.id!r}: there is no script of a partly offloaded model on the meta device")
+        raise UsageError(f"case {case.id!r}: no script can be written for a partly offloaded model on the meta device")
     method = find_method(case.method, scenario.version)
     if method.is_fix:
         raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has only torch's functions")
@@ -136,7 +139,7 @@ def choose_mesh(case: Case) -> tuple[int, str]:
         case Sharding.HSDP:
             return 4, '(2, 2), mesh_dim_names=("ddp", "fsdp")'
         case Sharding.TP | Sharding.REPLICATE | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
-            raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {sharding}")
+            raise UsageError(f"case {case.id!r}: no script can be written for the sharding {sharding}")
         case _:
             assert_never(sharding)
 
@@ -221,10 +224,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones.
-
-    It does not if the case raises before there are values.
-    """
+    """Returns whether the script compares values with the true ones. A case that raises before has no values."""
     kind = expectation.kind
     if method.contract.form == "flat":
         return False

@@ -21,7 +21,7 @@ _FILE = pathlib.Path(__file__).with_name("causes.toml")
 
 
 class ResumeCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cause; the head of ``causes.toml`` explains the conditions."""
+    """One cause. The comment at the top of ``causes.toml`` explains the conditions."""
 
     id: str
     symptoms: list[ResumeSymptom]

@@ -28,7 +28,7 @@ StateKind: TypeAlias = Literal[
     "gradients",
     "later",
 ]
-"""What can differ, in the order in which one can cause the next."""
+"""Kinds of state that can differ. A difference can cause differences of the later kinds."""
 # What a run that does not repeat itself cannot be asked for; all else was loaded from what the straight run saved.
 NOT_LOADED: tuple[StateKind, ...] = ("data", "generators", "gradients", "later")
 # What depends on how kernels compute.
@@ -77,7 +77,7 @@ ResumeSymptom: TypeAlias = Literal[
     "step-differs",
     "later",
 ]
-"""What is seen; ``causes.toml`` has what is known to cause it."""
+"""Differences that a comparison can show; ``causes.toml`` has their known causes."""
 
 # What a scheduler keeps for warnings, and its steps under another count.
 _IGNORED_OF_SCHEDULERS = ("_step_count", "_get_lr_called_within_step", "_is_initial", "verbose")
@@ -87,7 +87,10 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """A difference between two runs on one rank. names: the names of all parameters or other values that differ."""
+    """A difference between two runs on one rank.
+
+    names: the names of all parameters or other values that differ.
+    """
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -171,15 +174,12 @@ class RankComparison:
             yield _make("weights", "weights-rounded", wrong, f"{count} are {text}: {join_some(wrong, 3)}")
         elif set(wrong) == set(expected.weights) and expected.others and all(" parameter " in name for name in wrong):
             text = "the optimizer's own copies of the weights differ from the model's weights, which are right"
-            theirs = f": the copies are those from before step {whole.step}" if whole is not None else ""
+            theirs = f": the copies are from before step {whole.step}" if whole is not None else ""
             yield _make("weights", "masters-not-loaded", wrong, f"{text}{theirs}")
         elif whole is not None:
             symptom: ResumeSymptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
             nothing = ": nothing was loaded" if whole is self._first else ""
-            text = (
-                f"the weights are those from before step {whole.step}, not from before step "
-                f"{self._expected.step}{nothing}"
-            )
+            text = f"the weights are from before step {whole.step}, not from before step {self._expected.step}{nothing}"
             yield _make("weights", symptom, wrong, text)
         elif average := self._find_average(wrong):
             yield _make("weights", "weights-are-the-average", wrong, f"{count} are those of {average}")
@@ -188,14 +188,16 @@ class RankComparison:
             yield _make("weights", "weights-of-another-parameter", wrong, f"{count} are another parameter's: {pairs}")
         elif part is not None:
             step = self._expected.step
-            text = f"{count} are those from before step {part.step}, not from before step {step}: {join_some(wrong, 3)}"
+            text = f"{count} are from before step {part.step}, not from before step {step}: {join_some(wrong, 3)}"
             yield _make("weights", "weights-partly-of-another-step", wrong, text)
         else:
-            text = f"{count} are of no step of the straight run: {join_some(wrong, 3)}"
+            text = f"{count} do not occur at any step of the straight run: {join_some(wrong, 3)}"
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong weight to the weight whose values it has; empty unless all have another weight's values."""
+        """Maps each wrong weight to the weight whose values it has; empty unless every wrong weight has another
+        weight's values.
+        """
         names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
         owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
         return owners if all(name != other for name, other in owners.items()) else {}
@@ -254,7 +256,9 @@ class RankComparison:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong parameter to the parameter whose state it has; empty unless all have another one's state."""
+        """Maps each wrong parameter to the parameter whose state it has; empty unless every wrong parameter has
+        another's state.
+        """
         expected, begun = self._expected.state, self._begun.state
         owners = {}
         for name in wrong:
@@ -379,14 +383,14 @@ class RankComparison:
             yield _make("data", "data-first-batch", (), text)
         else:
             known = any(batch in straight for batch in resumed)
-            text = "come in another order" if known else "are of no step of the straight run"
+            text = "come in another order" if known else "do not occur in the straight run"
             yield _make("data", "data-unknown", (), f"the batches from batch {begin + 1} on {text}")
 
     def _describe_place(self, index: int, wanted: int) -> RunDifference:
         """Describes a resumed run that starts with the wrong batch.
 
-        index: the batch of the straight run with which it starts, counted from 0. wanted: the batch with which it
-        should start, counted from 0.
+        index: the batch of the straight run with which the resumed run starts, counted from 0.
+        wanted: the batch with which it should start, counted from 0.
         """
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:

@@ -37,7 +37,8 @@ _KINDS: tuple[StateKind, ...] = get_args(StateKind)
 class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One difference between the straight and the resumed run.
 
-    step: the first step at which the runs differ. resume: 1 for the first resume, 2 for the second.
+    step: the first step at which the runs differ.
+    resume: 1 for the first resume, 2 for the second.
     text: a description of the difference, with the ranks and the other state that the value equals, if any.
     causes: the known causes, the most likely first.
     """
@@ -52,7 +53,10 @@ class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about one run. recorder_seconds: mean time for recording a step, on the slowest rank."""
+    """Facts about one run.
+
+    recorder_seconds: mean time for recording a step, on the slowest rank.
+    """
 
     name: RunName
     command: list[str]
@@ -324,7 +328,7 @@ class _Diagnosis:
 
 
 def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
-    """Adds ``begin`` to the step numbers of a resumed process, including those of its final record."""
+    """Adds ``begin`` to the step numbers of a resumed process, also to the step numbers of its final record."""
     steps = [*record.steps, *([record.final] if record.final is not None else [])]
     return [msgspec.structs.replace(step, step=step.step + begin) for step in steps]
 

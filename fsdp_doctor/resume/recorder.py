@@ -476,9 +476,9 @@ def _find_device() -> torch.device | None:
 def leave(record: str) -> None:
     """Ends this process after all ranks have called ``leave`` and the job's threads have finished their saves.
 
-    None of the job's code runs any more: a SystemExit would reach its handlers, and some of them save. The ranks wait
-    for each other by files in the directory ``record``, since a failed rank would never join a collective. The waits
-    have a time limit.
+    None of the job's code runs any more: a SystemExit would reach the job's handlers, and some handlers save. The ranks
+    wait for each other by files in the directory ``record``, because a failed rank would never join a collective. The
+    waits have a time limit.
     """
     with contextlib.suppress(Exception):
         if _find_device() is not None:

@@ -32,9 +32,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one rank before a step; digests are of this rank's shards.
 
     step: the number of the step in this process, from 1.
-    weights: digests of the optimizers' parameters. rounded: digests of the same parameters, rounded to bfloat16.
+    weights: digests of the optimizers' parameters.
+    rounded: digests of the same parameters, rounded to bfloat16.
     others: digests of the model's parameters that no optimizer has.
-    options: the options of each parameter group. groups: the name of each parameter's group.
+    options: the options of each parameter group.
+    groups: the name of each parameter's group.
     averages: the state of objects that average weights, and the parameters of other models in the process.
     batches: digests of the model's input tensors, for each forward since the last step.
     generators: digests of the random number generators' states at the first forward since the last step.

@@ -39,7 +39,8 @@ class UserJob:
     resume: the words that are added to the command for a resumed run.
     at: the step after which the job saves.
     work: a directory for the logs, the records and the job's own directories.
-    hang_after: seconds without output after which a run is ended. longest: seconds after which any run is ended.
+    hang_after: seconds without output after which a run is ended.
+    longest: seconds after which any run is ended.
     """
 
     command: tuple[str, ...]
@@ -62,7 +63,10 @@ class UserJob:
 
 @dataclass(frozen=True, kw_only=True)
 class UserJobRun:
-    """One run of the job. ranks: the record of each rank."""
+    """One run of the job.
+
+    ranks: the record of each rank.
+    """
 
     name: RunName
     command: tuple[str, ...]

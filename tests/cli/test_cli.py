@@ -102,7 +102,7 @@ def test_an_unknown_option_is_exit_code_2() -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "do not fit together"),
+        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "contradict each other"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "are not all numbers"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
     ],

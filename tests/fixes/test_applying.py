@@ -155,7 +155,7 @@ def test_a_function_that_is_put_back_is_so_in_every_module(toy: Toy, user: Any) 
 )
 def test_a_function_that_another_object_holds_is_refused(user: Any, hold: Any) -> None:
     user.holder = hold(user.give)
-    with pytest.raises(CannotRun, match="already handed on"):
+    with pytest.raises(CannotRun, match="already held by"):
         apply("toyframework")
     assert applying._applied == {}
 

@@ -95,12 +95,12 @@ def test_of_an_adapter_without_a_template_no_script_can_be_written(found_anew: p
         ("tiny_adaptor:ADAPTER", {}, "there is no module 'tiny_adaptor' here"),
         ("tiny_engine:Engine", {}, "cannot read the table of framework 'tiny_engine:Engine'"),
         (_NAME, {"kind =": "kynd ="}, "missing required field `kind`"),
-        (_NAME, {"offloads = true": "offload = true"}, "nothing reads the key offload"),
-        (_NAME, {'[["none"]]]': '[["gpu"]]]'}, "quick has gpu"),
-        (_NAME, {'"none", "cpu"]]]': '"none", "gpu"]]]'}, "the configuration gpu has gpu"),
-        (_NAME, {'["qwen3"]': '["odd"]'}, "models has odd; there are qwen3"),
+        (_NAME, {"offloads = true": "offload = true"}, "the key offload is not known"),
+        (_NAME, {'[["none"]]]': '[["gpu"]]]'}, "quick names gpu"),
+        (_NAME, {'"none", "cpu"]]]': '"none", "gpu"]]]'}, "the configuration gpu names gpu"),
+        (_NAME, {'["qwen3"]': '["odd"]'}, "models names odd, but the known models are qwen3"),
         (_NAME, {'name = "offload"': 'name = "policy"'}, "an axis named offload"),
-        (_NAME, {">=2.10": "newer"}, "'newer' is no range"),
+        (_NAME, {">=2.10": "newer"}, "'newer' is not a range"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_said_in_a_sentence(

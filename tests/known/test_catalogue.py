@@ -161,7 +161,7 @@ def test_of_entries_with_one_message_the_traceback_decides(message: str, traceba
         ("signatures", "['(']", "unterminated"),
         ("versions", "{ torch = 'new' }", "$.versions"),
         ("needs", "['gpu']", "$.needs"),
-        ("check", "'peft 0.21: it is empty.'", "versions has no peft"),
+        ("check", "'peft 0.21: it is empty.'", "versions does not name peft"),
         ("triggers", "[{ device = 'tpu' }]", "$.triggers[0].device"),
         ("triggers", "[{ ranks = { least = 2 } }]", "`least`"),
     ],

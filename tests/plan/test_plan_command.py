@@ -280,7 +280,7 @@ _SHARD_GROUP = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
         ),
         (f"{_ROLLOUT}.tensor_model_parallel_size=16", (), 2, ("2 devices",)),
         (f"{_ROLLOUT}.gpu_memory_utilization=1.5", (), 2, ()),
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp9", (), 2, ("no dtype of shards",)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp9", (), 2, ("is not a dtype of shards",)),
         (f"{_SHARD_GROUP}=0", (), 3, ("a group without ranks", "use -1 for all ranks")),
         (f"{_SHARD_GROUP}=3", ("--gpus", "8"), 2, ("3 ranks", "8 ranks")),
     ],

@@ -32,7 +32,7 @@ def test_what_the_runner_would_read_as_its_own_is_escaped() -> None:
 def test_of_many_unexpected_as_many_are_told_as_github_shows() -> None:
     *errors, _ = render_workflow_commands(_REPORT, [f"number {n}" for n in range(25)]).splitlines()
     assert len(errors) == 10
-    assert errors[-1] == "::error title=fsdp-doctor::and 16 more, which the log and the job's summary list"
+    assert errors[-1] == "::error title=fsdp-doctor::and 16 more, which are listed in the log and in the job's summary"
 
 
 def test_an_incomplete_run_is_an_error_before_all_others() -> None:
@@ -54,7 +54,7 @@ def test_it_keeps_to_its_limit_and_tells_the_unexpected_that_fit(num_bytes: int)
     assert len(text.encode()) <= max(num_bytes, 1)
     if num_bytes > 5_000:
         assert "number 0," in text
-        assert " more, which the log lists\n" in text
+        assert " more, which are listed in the log\n" in text
 
 
 def test_it_is_added_to_what_an_earlier_command_of_the_step_wrote(

@@ -52,14 +52,16 @@ _REFUSALS = {
     "fsdp1/none/unstaged/fresh/hsdp/set_optimizer_state_dict.full": (
         "torch cannot save the optimizer's state of FSDP1's replicas"
     ),
-    "fsdp2/none/unstaged/qwen3-qlora/fp32-compute/state_dict": "there is no script of the model qwen3-qlora",
-    "fsdp2/none/unstaged/qwen3-float8/state_dict": "there is no script of the model qwen3-float8",
-    "fsdp2/moved/unstaged/state_dict": "there is no script of an offload that is moved",
-    "fsdp2/by-phase/unstaged/state_dict": "there is no script of an offload that is by-phase",
-    "fsdp2/by-parameter/unstaged/state_dict": "there is no script of an offload that is by-parameter",
-    "fsdp2/partial/unstaged/fresh/meta/dcp.load": ("there is no script of a partly offloaded model on the meta device"),
+    "fsdp2/none/unstaged/qwen3-qlora/fp32-compute/state_dict": "no script can be written for the model qwen3-qlora",
+    "fsdp2/none/unstaged/qwen3-float8/state_dict": "no script can be written for the model qwen3-float8",
+    "fsdp2/moved/unstaged/state_dict": "no script can be written for the offload moved",
+    "fsdp2/by-phase/unstaged/state_dict": "no script can be written for the offload by-phase",
+    "fsdp2/by-parameter/unstaged/state_dict": "no script can be written for the offload by-parameter",
+    "fsdp2/partial/unstaged/fresh/meta/dcp.load": (
+        "no script can be written for a partly offloaded model on the meta device"
+    ),
     "fsdp2/none/unstaged/packed/state_dict.full_tensor.to": (
-        "there is no script of a consumer; a script reads each entry when it comes"
+        "no script can be written for a case with a consumer, because a script reads each entry when it comes"
     ),
     "fsdp2/none/unstaged/qwen3-moe/fresh/hub/load_state_dict.full+assign": (
         "a script saves its checkpoint itself, not with save_pretrained"
@@ -70,10 +72,10 @@ _REFUSALS = {
     "fsdp2/none/unstaged/after-raised-backward/dcp.load": (
         "only fsdp-doctor can see the effect of the load on the next step"
     ),
-    "fsdp2/none/unstaged/tp/state_dict": "there is no script of a model that is sharded as tp",
-    "fsdp2/none/unstaged/replicate/state_dict": "there is no script of a model that is sharded as replicate",
+    "fsdp2/none/unstaged/tp/state_dict": "no script can be written for the sharding tp",
+    "fsdp2/none/unstaged/replicate/state_dict": "no script can be written for the sharding replicate",
     **{
-        f"fsdp2/none/unstaged/qwen3-moe/{kind}/state_dict": f"there is no script of a model that is sharded as {kind}"
+        f"fsdp2/none/unstaged/qwen3-moe/{kind}/state_dict": f"no script can be written for the sharding {kind}"
         for kind in ("experts", "2d", "hidden-experts")
     },
 }

@@ -68,7 +68,7 @@ def load_dcp(model: torch.nn.Module, state: pathlib.Path) -> Any:
 
 
 def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], device: torch.device) -> Any:
-    """Loads like accelerate: every entry is treated as a DTensor, and its shard is put where the model's shard lies."""
+    """Loads like accelerate: treats every entry as a DTensor, and puts its shard on the device of the model's shard."""
     sharded = {}
     for name, own in model.state_dict().items():
         if dist.get_rank() == 0:
@@ -84,7 +84,7 @@ def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], devi
 def empty_and_broadcast(
     model: torch.nn.Module, state: dict[str, Any], device: torch.device, buffers: Mapping[str, torch.Tensor]
 ) -> Any:
-    """Loads like verl: rank 0 keeps its tensors, the other ranks allocate theirs anew; buffers come from rank 0."""
+    """Loads like verl: rank 0 keeps its tensors, the other ranks allocate new ones; buffers come from rank 0."""
     first = next(model.parameters())
     offloaded = first.device.type == "cpu"
     if dist.get_rank() == 0 and not first.is_meta:

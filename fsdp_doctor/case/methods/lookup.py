@@ -33,18 +33,17 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_K
 
 @dataclass(frozen=True, kw_only=True)
 class MethodArguments:
-    """Sharded model in the state of the scenario, and further arguments for which a method can ask by name.
+    """Sharded model in the state of the scenario, and further arguments that a method can request by name.
 
-    device: this rank's compute device. All further arguments exist only in a probe.
-
+    device: this rank's compute device. The arguments below exist only in a probe.
     scratch: a directory for this call, the same on every rank, which does not exist yet.
-    control: a gloo group apart from the model's.
-    state: for a method that loads, the checkpoint to load.
+    control: a gloo group apart from the model's group.
+    state: the checkpoint to load, for a method that loads.
     buffers: the non-persistent buffers, by name, on the host, with the values of a model that was never on the meta
         device.
     experts: the dim of the mesh along which experts are hidden from FSDP; None if they are not hidden.
-    train: trains the next step of the job, for a method that runs while the job trains on. Every rank must call it,
-        once. The method must still yield the state at its call, and afterwards the model is taken back to that state.
+    train: a function that trains the next step, for a method that runs while the job continues. Every rank must call it
+        once. The method must still yield the state from the time of its call. The model is then restored to that state.
     """
 
     model: nn.Module
@@ -63,7 +62,7 @@ _ARGUMENTS = tuple(argument.name for argument in dataclasses.fields(MethodArgume
 
 
 def call_by_name(function: Callable[..., Any]) -> MethodFunction:
-    """Wraps ``function`` so that it is called with the model and the arguments for which it asks."""
+    """Wraps ``function`` so that it gets the model and the arguments that it requests by name."""
     names = list_requested_arguments(function)
     return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
 
@@ -81,7 +80,7 @@ def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 def run_in_context(context: Context, function: MethodFunction) -> MethodFunction:
     """Wraps ``function`` so that it is called, and its result is iterated over, in one of torch's contexts.
 
-    Work that is done with an entry before the next one is requested is outside of the context.
+    Work on an entry before the next entry is requested is outside of the context.
     """
     match context:
         case Context.ORDINARY:

@@ -34,7 +34,7 @@ def move_and_gather_state_dict(model: torch.nn.Module, device: torch.device) -> 
 
 
 def gather_state_dict_after_offload(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
-    """Offloads the model like a framework that still reads the state dict that it took before."""
+    """Offloads the model while an earlier state dict is kept, as a framework may do, and then reads the state dict."""
     state_dict = model.state_dict()
     model.to("cpu")
     try:

@@ -85,7 +85,7 @@ def _summon(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def _list_base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the weights that belong to no adapter, named as in the model that peft was given."""
+    """Yields the weights that belong to no adapter, under their names in the model that peft was given."""
     tensors = model.named_parameters() if isinstance(model, FullyShardedDataParallel) else model.state_dict().items()
     for name, tensor in tensors:
         if ".lora_" not in name:

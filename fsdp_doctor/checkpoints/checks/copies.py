@@ -71,7 +71,7 @@ def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             for tensor, copy in odd
         )
         for tensor, copy in () if may_be_shards else odd:
-            what = f"it is {list(copy.shape)}, and the model's is {list(tensor.shape)}"
+            what = f"the average is {list(copy.shape)}, but the model's tensor is {list(tensor.shape)}"
             yield Symptom(Trouble.AVERAGE, what, copy.file, copy.name)
         steps = [step for each in _list_beside(evidence, state) for step in _list_steps(evidence, each)]
         sums = [(evidence.find_checksum(tensor), evidence.find_checksum(copy)) for tensor, copy in pairs]
@@ -80,7 +80,7 @@ def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             and all(one == other is not None for one, other in sums)
             and max(steps, default=0) >= _MANY_STEPS
         ):
-            what = f"all its {len(sums)} tensors are the model's, bit by bit, after {max(steps):g} steps"
+            what = f"all {len(sums)} averaged tensors equal the model's, bit by bit, after {max(steps):g} steps"
             yield Symptom(Trouble.EQUAL_AVERAGE, what, pairs[0][1].file, pairs[0][1].name)
 
 
@@ -108,12 +108,18 @@ def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symp
             odd = [master for master, shares in rounded if shares and shares[is_near] > _FEW]
             if len(rounded) >= _FEWEST and 3 * len(odd) <= len(rounded):
                 for master in odd:
-                    what = f"it does not round to the weights of the model, as {len(rounded) - len(odd)} others do"
+                    what = (
+                        f"the float32 tensor does not round to the model's tensor, but {len(rounded) - len(odd)} "
+                        "others do"
+                    )
                     yield Symptom(Trouble.MASTER, what, master.file, master.name)
                 break
         else:
             if rounded:
-                line = f"{rounded[0][0].file}: whether the float32 weights round to the model's: most do not"
+                line = (
+                    f"{rounded[0][0].file}: whether the float32 weights round to the model's weights, because "
+                    "most do not"
+                )
                 evidence.checkpoint.unchecked.append(line)
 
 
@@ -135,7 +141,7 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Returns the fractions of a sample that are not the nearest value, and that are off by more than one unit.
+    """Returns the fractions of a sample that differ from the nearest value, and that differ by more than one unit.
 
     Returns None if there is no sample.
     """

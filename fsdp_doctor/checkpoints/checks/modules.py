@@ -55,7 +55,7 @@ def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator
             # Other modules that keep a running mean or variance have only one of the two, and no count of batches.
             is_norm = _COUNT in kinds or whole[families[module]] >= _FEWEST_LIKE
             if lost not in kinds and kinds.keys() & {_MEAN, _VARIANCE} and is_norm:
-                what = f"the norm has {' and '.join(sorted(kinds))} alone"
+                what = f"the norm has only {' and '.join(sorted(kinds))}"
                 yield Symptom(Trouble.STATISTICS, what, next(iter(kinds.values())).file, f"{module}.{lost}")
     if not state.is_incomplete:
         yield from _find_lost_counts(norms)
@@ -72,7 +72,7 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
     for tensor in variances:
         if tensor.name in negative:
             trouble = Trouble.UNUSUAL if is_difference else Trouble.VARIANCE
-            yield Symptom(trouble, f"{negative[tensor.name]} of its values are negative", tensor.file, tensor.name)
+            yield Symptom(trouble, f"{negative[tensor.name]} variances are negative", tensor.file, tensor.name)
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
@@ -89,7 +89,9 @@ def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symp
         first = min(modules, key=lambda module: [int(number) for number in re.findall(r"\d+", module)])
         for module in lacking if 2 * len(lacking) < len(modules) else ():
             is_lost = len(lacking) == 1 and len(modules) > _FEWEST_LIKE and module != first
-            what = f"{len(modules) - len(lacking)} of {len(modules)} norms like it have it"
+            what = (
+                f"{len(modules) - len(lacking)} of {len(modules)} similar norms have this count, but this norm lacks it"
+            )
             trouble = Trouble.STATISTICS if is_lost else Trouble.UNUSUAL
             yield Symptom(trouble, what, norms[module][_MEAN].file, f"{module}.{_COUNT}")
 
@@ -112,14 +114,14 @@ def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         common = Counter(tensor.shape[0] for tensor in by_rows).most_common(1)[0][0] if by_rows else 0
         for tensor in by_rows:
             if tensor.shape[0] != common:
-                what = f"it has {tensor.shape[0]} rows, and the others of its cell have {common}"
+                what = f"the tensor has {tensor.shape[0]} rows, but the other tensors of the cell have {common}"
                 yield Symptom(Trouble.GATES, what, tensor.file, tensor.name)
         hidden = kinds.get("weight_hh")
         if hidden is None or "weight_hr" in kinds or hidden.shape[0] != common:
             continue
         number, rest = divmod(common, hidden.shape[1])
         if rest or number not in _GATES:
-            what = f"it is {list(hidden.shape)}, and a cell has 1, 3 or 4 times as many rows as columns"
+            what = f"the tensor is {list(hidden.shape)}, but a cell has 1, 3 or 4 times as many rows as columns"
             yield Symptom(Trouble.GATES if rest else Trouble.UNUSUAL, what, hidden.file, hidden.name)
         elif layer:
             gates[module][layer] = number
@@ -127,7 +129,7 @@ def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         for layer, number in by_layer.items() if len(set(by_layer.values())) > 1 else ():
             if number < max(by_layer.values()):
                 hidden = cells[module, layer]["weight_hh"]
-                what = f"it has {number} gates, and other layers of the module have {max(by_layer.values())}"
+                what = f"the tensor has {number} gates, but other layers of the module have {max(by_layer.values())}"
                 yield Symptom(Trouble.GATES, what, hidden.file, hidden.name)
 
 
@@ -170,7 +172,7 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         is_alone = bool(others) and all(each.shape == common[name_family(each)][0] for each in others)
         denies_bias = bias is not None and len(shape) == 2 and bias.shape == shape[:1] != tensor.shape[:1]
         if is_alone or denies_bias:
-            what = f"it is {list(tensor.shape)}, and those like it are {list(shape)}"
+            what = f"the tensor is {list(tensor.shape)}, but similar tensors are {list(shape)}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
     yield from _compare_with_norms(tensors, {tensor.name for tensor, _ in odd})
 
@@ -193,7 +195,7 @@ def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Ite
             and odd[0][0].parameter not in known
         ):
             tensor, channels = odd[0]
-            what = f"it puts out {tensor.shape[0]} channels, and the norm behind it has {channels}"
+            what = f"the convolution has {tensor.shape[0]} output channels, but the norm after it has {channels}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
 
 
@@ -207,7 +209,9 @@ def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Sym
         other = re.sub(r"\w+$", "decoder" if side.endswith("encoder") else "encoder", side)
         if parts == {"q"} and len(sides.get(other, ())) == 2:
             name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-            yield Symptom(Trouble.MISSING_TENSOR, f"the {other} has it", state.files[0], name)
+            yield Symptom(
+                Trouble.MISSING_TENSOR, f"this stack lacks the tensor, but the {other} has it", state.files[0], name
+            )
 
 
 def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -224,7 +228,7 @@ def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
     for copy in copies if first is not None else ():
         if first is not None and _are_mostly_equal(evidence, first, copy):
             is_certain = ties is True or (copy is not head and ties is None)
-            what = f"most of its rows are those of {first.parameter}, bit by bit, and some are not"
+            what = f"most rows equal those of {first.parameter}, bit by bit, but some differ"
             yield Symptom(Trouble.STALE_COPY if is_certain else Trouble.UNUSUAL, what, copy.file, copy.name)
 
 
@@ -254,7 +258,7 @@ def compare_positions(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
     for tensor in state.select("model"):
         rows = tensor.shape[-2] if len(tensor.shape) in (2, 3) else None
         if _POSITIONS.fullmatch(tensor.parameter) and rows is not None and not squares <= rows <= squares + 2:
-            what = f"it has {rows} rows, and by config.json a picture has {squares} squares"
+            what = f"the table has {rows} rows, but by config.json a picture has {squares} patches"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
 
 

@@ -108,7 +108,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         found = LAYER.match(name)
         is_like_others = re.sub(r"\d+", "#", name) in families_with_state and not EXPERT.match(name)
         if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
-            what = "the optimizer has no state for this parameter, but for others in its layer"
+            what = "the optimizer has state for other parameters of the layer, but not for this parameter"
             yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
 
 
@@ -162,7 +162,7 @@ def _find_unequal_moments(
     mostly = [tensor for tensor, above, looked_at in found if 2 * above > looked_at]
     if len(mostly) > 2 and 2 * len(mostly) > num_compared:
         evidence.checkpoint.unchecked.append(
-            f"{state.files[0]}: whether the two moments fit each other: most do not, so the optimizer is "
+            f"{state.files[0]}: whether the two moments fit each other, because most do not: the optimizer is "
             "probably not Adam"
         )
         return
@@ -337,7 +337,8 @@ def _compare_shapes(
     if matrices.total() > 2 and sum(strange.values()) * 4 > matrices.total():
         shape = max(strange, key=lambda each: strange[each])
         what = (
-            f"the model has no parameters for {sum(strange.values())} of {matrices.total()} matrices, as {list(shape)}"
+            f"the model has no parameters for {sum(strange.values())} of the optimizer's {matrices.total()} "
+            f"matrices, such as {list(shape)}"
         )
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, state.files[0])
 
@@ -362,12 +363,12 @@ def _compare_factors(
     known = [(row, shape, whole) for row, shape, whole in factored if whole is not None]
     odd = [(row, shape, f"the parameter is {list(whole.shape)}") for row, shape, whole in known if shape != whole.shape]
     if not known and model and state.arrangement is Arrangement.WHOLE:
-        odd = [(row, shape, "no parameter is so") for row, shape, _ in factored if shape not in shapes]
+        odd = [(row, shape, "no parameter has this shape") for row, shape, _ in factored if shape not in shapes]
     # The factors of a projected gradient have fewer rows or columns, and an expert's factors may be split into many.
     if len(odd) * 4 > len(factored) and any(_is_projection(shape, whole) for _, shape, _ in odd for whole in shapes):
         return
     for row, shape, why in odd if known or len(odd) == 1 < len(factored) else ():
-        what = f"with the columns beside it, it is of a matrix of {list(shape)}, and {why}"
+        what = f"the row and column factors belong to a matrix of {list(shape)}, but {why}"
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, row.file, row.name)
 
 

@@ -141,7 +141,7 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
         # The layers are of two kinds, and config.json describes one of them in keys that are not known here.
         is_of_two_kinds = 1 < len(odd) < len(tensors)
         for tensor in odd:
-            what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} by config.json"
+            what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} according to config.json"
             is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
             trouble = Trouble.UNUSUAL if is_of_two_kinds else trouble

@@ -1,4 +1,4 @@
-"""Checks the state for resuming besides the model: optimizer settings, step counts, schedulers and random states."""
+"""Checks the state for resuming apart from the model: optimizer settings, step counts, schedulers, random states."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symp
             files[tensor.file][step].add(found["module"])
     if (old := _find_file_of_another_save(files)) is not None:
         file, step, common = old
-        what = f"the steps of its parameters are {step:g}, and those in other files {common:g}, of the same modules"
+        what = (
+            f"the parameters in this file are at step {step:g}, but other parameters of the same modules, in "
+            f"other files, are at step {common:g}"
+        )
         yield Symptom(Trouble.STEPS, what, file)
         return
     found_steps = sorted({step for kinds in steps.values() for step in kinds.values()})
@@ -110,7 +113,10 @@ def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symp
         is_alone = any(each.get(kind) == found_steps[1] for each in like for kind in behind)
         is_passed = any(each.get(kind) == found_steps[0] for each in like for kind in kinds.keys() - {*behind})
         if 0 < len(behind) < len(kinds) and (is_alone or is_passed):
-            what = f"{join_some(behind)} made {found_steps[0]:g} steps, and the others in it {found_steps[1]:g}"
+            what = (
+                f"{join_some(behind)} made {found_steps[0]:g} steps, but the other parameters of the module made "
+                f"{found_steps[1]:g}"
+            )
             yield Symptom(Trouble.TORN_STEP, what, state.files[0], module)
 
 
@@ -144,7 +150,7 @@ def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             yield Symptom(Trouble.SETTING, f"the value is {value:g}", _find_file(state, rank), name, rank=rank)
     for (rank, _head), counts in params.items():
         if twice := [str(key) for key, count in counts.items() if count > 1]:
-            what = f"the groups have {join_some(twice)} twice"
+            what = f"the param groups contain {join_some(twice)} twice"
             yield Symptom(Trouble.OTHER_OPTIMIZER, what, _find_file(state, rank), "param_groups", rank=rank)
 
 
@@ -244,7 +250,10 @@ def _judge_older_scheduler(scheduler: _Count, optimizer: _Count, loops: list[_Co
         return
     counts_steps = 2 * scheduler.steps > optimizer.steps
     is_denied = counts_steps and any(loop.steps == optimizer.steps for loop in loops)
-    what = f"it is {scheduler.steps:g}, the optimizer made {optimizer.steps:g} steps, and has another learning rate"
+    what = (
+        f"the count is {scheduler.steps:g}, but the optimizer made {optimizer.steps:g} steps and has another "
+        "learning rate"
+    )
     trouble = Trouble.STEPS_CONTRADICT if is_denied else Trouble.STEPS_DIFFER
     yield Symptom(trouble, what, scheduler.file, scheduler.name)
 

@@ -100,7 +100,7 @@ def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         if len(far) + len(near) < len(sizes) or len(far) * 3 > len(sizes):
             continue  # magnitudes vary anyway
         for tensor, size in far:
-            what = f"the values have the size {size:.2g}, but those of {len(near)} similar tensors {median:.2g}"
+            what = f"the values have the size {size:.2g}, but {len(near)} similar tensors have the size {median:.2g}"
             yield Symptom(Trouble.MAGNITUDE, what, tensor.file, tensor.name)
 
 
@@ -190,7 +190,7 @@ def _find_equal_parts(
         for distance, rows in sizes.items():
             # Rows that span two chunks of the file are not compared, so a few may be missing from the count.
             if repeats.get(distance, 0) >= _MOST_ROWS * rows:
-                what = f"{repeats[distance]} rows equal those that lie {distance} rows before them, by their ends"
+                what = f"{repeats[distance]} rows begin and end with the same bytes as the row {distance} rows before"
                 found.append((piece, None, what))
     return found
 

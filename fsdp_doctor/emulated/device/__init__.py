@@ -118,7 +118,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Returns (9, 0) as on an H100, so that callers find that bfloat16 is supported."""
+    """Returns (9, 0), the capability of an H100, so that callers find that bfloat16 is supported."""
     return 9, 0
 
 

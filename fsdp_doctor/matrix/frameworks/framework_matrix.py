@@ -55,8 +55,8 @@ class FrameworkMethod(Method):
 class Shim:
     """Change to the framework, made only on the emulated device, so that the framework recognizes the device.
 
-    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in. kind:
-    ``stand-in`` replaces a dependency of the framework that is not installed.
+    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in.
+    kind: ``stand-in`` replaces a dependency of the framework that is not installed.
     """
 
     name: str
@@ -68,8 +68,10 @@ class Shim:
 class ConfiguredBuild:
     """Facts about the model that a configuration must bring about; a fact that is left out is not compared.
 
-    only: by axis, the values for which the facts hold. strategies: the allowed strategies. offloads: whether FSDP's own
-    policy is on. state_dict_type: the form in which the framework says that it saves.
+    only: by axis, the values for which the facts hold.
+    strategies: the allowed strategies.
+    offloads: whether FSDP's own policy is on.
+    state_dict_type: the form of the saved state dict, as the framework reports it.
     """
 
     only: Mapping[str, tuple[str, ...]]
@@ -130,8 +132,10 @@ _Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 class _Table(msgspec.Struct, kw_only=True):
     """Table of an adapter, in a file next to the adapter's module.
 
-    builds_on: another framework whose shims and variables are also needed. models: the entries of MODELS that the
-    framework can be given. configurations, quick: products of the values of several axes; an empty value is left out.
+    builds_on: another framework whose shims and environment variables are also needed. A shim is a replacement that
+        lets a framework find the emulated device.
+    models: the entries of MODELS that the framework can be given.
+    configurations, quick: products of the values of several axes; an empty value is left out.
     """
 
     title: str
@@ -161,9 +165,9 @@ def read_matrix(name: str) -> FrameworkMatrix:
     except OSError as error:
         raise UsageError(f"cannot read the table of framework {name!r}, {file}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
-        raise UsageError(f"the table of framework {name!r}, {file}, is not one: {error}") from None
+        raise UsageError(f"the table of framework {name!r}, {file}, is not valid: {error}") from None
     unread = _list_unread(written, msgspec.to_builtins(table))
-    if trouble := f"nothing reads the key {unread[0]}" if unread else next(_list_troubles(table), ""):
+    if trouble := f"the key {unread[0]} is not known" if unread else next(_list_troubles(table), ""):
         raise UsageError(f"the table of framework {name!r}, {file}: {trouble}")
     base = read_matrix(table.builds_on) if table.builds_on else None
     configurations = _multiply(table.configurations)
@@ -205,7 +209,7 @@ def _list_unread(written: Any, read: Any) -> list[str]:
 def _list_troubles(table: _Table) -> Iterator[str]:
     """Yields the errors of a table that has the right keys."""
     if unknown := set(table.models) - set(MODELS):
-        yield f"models has {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}"
+        yield f"models names {', '.join(sorted(unknown))}, but the known models are {', '.join(MODELS)}"
         return
     axes = {axis.name: axis for axis in _list_axes(table)}
     if "offload" not in axes or not axes["offload"].always_in_id:
@@ -213,15 +217,18 @@ def _list_troubles(table: _Table) -> Iterator[str]:
     values = Counter(value for axis in axes.values() for value in axis.values)
     for value, count in values.items():
         if count > 1 or "/" in value or ":" in value:
-            yield f"the value {value!r} stands on two axes, or has a slash or a colon in it"
+            yield f"the value {value!r} belongs to two axes, or contains a slash or a colon"
     configurations = _multiply(table.configurations)
     if not configurations or not table.distributions or not table.methods:
         yield "configurations, distributions and methods must not be empty"
     for configuration in configurations:
         if unknown := set(configuration.split("/")) - set(values):
-            yield f"the configuration {configuration} has {', '.join(sorted(unknown))}, which no axis has"
+            yield (
+                f"the configuration {configuration} names {', '.join(sorted(unknown))}, which is not a value of "
+                "any axis"
+            )
     if missing := set(_multiply(table.quick)) - set(configurations):
-        yield f"quick has {', '.join(sorted(missing))}, which configurations has not"
+        yield f"quick names {', '.join(sorted(missing))}, which configurations does not contain"
     for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
         for axis, allowed in only.items():
             if axis not in axes or not set(allowed) <= set(axes[axis].values):
@@ -230,4 +237,4 @@ def _list_troubles(table: _Table) -> Iterator[str]:
         try:
             SpecifierSet(versions)
         except InvalidSpecifier:
-            yield f"tried: {package} {versions!r} is no range such as >=1.10,<1.16"
+            yield f"tried: {package} {versions!r} is not a range of versions such as >=1.10,<1.16"

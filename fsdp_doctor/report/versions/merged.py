@@ -109,11 +109,11 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """The verdicts of a case with each version of one package, all other facts being equal.
+    """The verdicts of a case with each version of one package, if all other facts are equal.
 
     package: ``torch`` or another package.
     where: the device, the ranks, and the other facts that all these environments share.
-    periods: sorted by version; empty if nothing ran.
+    periods: the periods of equal verdicts, sorted by version; empty if nothing ran.
     not_run: versions without a result of the case.
     text: the statement as a sentence.
     """

@@ -283,9 +283,9 @@ def _list_facts(environment: Environment) -> dict[str, str]:
 class _VersionRow:
     """Environments that differ only in the version of ``package``.
 
-    where: the facts that they share.
-    environments: maps the version's short name to the index of the environment, the oldest first.
-    untried: versions of the package between two of these that have no environment.
+    where: the facts that the environments share.
+    environments: the index of the environment by the version's short name, the oldest first.
+    untried: versions of the package between two of these versions that have no environment.
     """
 
     package: str
@@ -355,7 +355,10 @@ def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[st
 
 
 def _make_statement(row: _VersionRow, outcomes: Sequence[Outcome | None]) -> Statement:
-    """Makes the statement on one case. outcomes: the outcome in each environment."""
+    """Makes the statement on one case.
+
+    outcomes: the outcome in each environment.
+    """
     periods: list[Period] = []
     missing = list(row.untried)
     for version, index in row.environments.items():
@@ -402,7 +405,7 @@ def strip_build(version: str) -> str:
 
 
 def shorten_names(versions: Sequence[str]) -> dict[str, str]:
-    """Maps each version of torch to a short name: its first two numbers, if no other version has the same."""
+    """Maps each version of torch to a short name: its first two numbers, if no other version has the same two."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {

@@ -102,10 +102,10 @@ def _name_package(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """The probe of some packages.
+    """The finished or failed probe of one set of packages.
 
-    trouble: the reason why its report is incomplete; else empty.
-    exit_code: the exit code for the trouble.
+    trouble: the reason why the probe's report is incomplete; empty if the report is complete.
+    exit_code: the exit code for this reason.
     """
 
     packages: Packages
@@ -125,13 +125,13 @@ def check(sweep: Sweep) -> None:
         earlier = _read_existing_report(sweep.name_file(packages))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, which has other options than "
-                "this sweep; give another --directory, or remove the report"
+                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, whose options differ from "
+                "those of this sweep; give another --directory, or remove the report"
             )
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
-    """Probes the packages one after the other. The environment of each is removed before the next one is made."""
+    """Probes the packages one after the other. Each environment is removed before the next environment is made."""
     for packages in sweep.list_packages():
         file = sweep.name_file(packages)
         report, trouble = _read_existing_report(file), None
@@ -181,7 +181,10 @@ def _print_progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """An installation of fsdp-doctor in a separate environment. path: the directory that contains its package."""
+    """An installation of fsdp-doctor in a separate environment.
+
+    path: the directory that contains its package.
+    """
 
     python: pathlib.Path
     path: pathlib.Path
@@ -386,7 +389,7 @@ def _run_child(
     Signals are blocked while the process is being started; otherwise it could outlive this process. Raises OSError as
     Popen does.
 
-    end: called if the block raises an exception; afterwards the process is waited for.
+    end: a function that is called if the block raises an exception; afterwards the process is waited for.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)

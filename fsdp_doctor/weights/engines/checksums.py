@@ -45,10 +45,13 @@ class EngineChecksums:
 
 
 def read_engine_checksums(url: str, engine: Literal["vllm", "sglang"], *, timeout: float = 600.0) -> EngineChecksums:
-    """Asks the engine's server at ``url`` for the checksums of its weights, and waits while the server computes them.
+    """Asks the engine's server for the checksums of its weights, and waits while the server computes them.
 
-    vLLM answers only if it was started with VLLM_SERVER_DEV_MODE=1. timeout: in seconds. Any process may call it.
-    Raises OSError if the server does not answer or refuses, and ValueError if the answer has an unknown form.
+    vLLM answers only if it was started with VLLM_SERVER_DEV_MODE=1. Any process may call this function. Raises OSError
+    if the server does not answer or refuses, and ValueError if the answer has an unknown form.
+
+    url: the address of the server.
+    timeout: the time limit, in seconds.
     """
     request = urllib.request.Request(
         f"{url.rstrip('/')}/{_ENDPOINTS[engine]}",

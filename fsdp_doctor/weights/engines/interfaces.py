@@ -41,9 +41,10 @@ _T = TypeVar("_T")
 
 
 class ShardOptions(TypedDict, total=False):
-    """Options that the engines' interfaces pass on to :func:`fsdp_doctor.local_shards`.
+    """Options that the engines' interfaces pass to :func:`fsdp_doctor.local_shards`.
 
-    names: by default ``auto``: the names of the Hub, which engines load, if transformers knows them for the model.
+    names: the names of the tensors. By default ``auto``: the Hub's names, which engines load, if transformers knows
+    them for the model.
     """
 
     dtype: torch.dtype | None
@@ -56,7 +57,7 @@ class ShardOptions(TypedDict, total=False):
 
 
 class ExtractionOptions(ShardOptions, total=False):
-    """Options that the engines' interfaces pass on to :func:`fsdp_doctor.full_tensors`."""
+    """Options that the engines' interfaces pass to :func:`fsdp_doctor.full_tensors`."""
 
     in_step: bool
 
@@ -160,7 +161,7 @@ def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
 class SglangBucket:
     """Bucket of tensors for SGLang.
 
-    The engine reads its memory directly: keep the bucket until the engine has answered.
+    The engine reads the bucket's memory directly: keep the bucket until the engine has answered.
     """
 
     bucket: PackedBucket
@@ -195,7 +196,7 @@ def sglang_buckets(
 ) -> Iterator[SglangBucket]:
     """Packs the tensors of ``full_tensors`` into buckets for SGLang.
 
-    Every rank must iterate; only the ranks that send need to serialize. Device memory and errors are those of
+    Every rank must iterate; only the ranks that send need to serialize. Device memory and errors are the same as for
     :func:`packed_buckets`.
     """
     for bucket in packed_buckets(tensors, bucket_bytes):
@@ -208,10 +209,10 @@ def sglang_buckets(
 def verl_weights(
     model: nn.Module, **options: Unpack[ExtractionOptions]
 ) -> tuple[ClosingIterator[tuple[str, torch.Tensor]], None]:
-    """Replaces verl's ``get_per_tensor_param``: returns the iterator for ``send_weights``, and None as the adapter's
-    configuration.
+    """Replaces verl's ``get_per_tensor_param``: returns the iterator for ``send_weights``, and None instead of an
+    adapter's configuration.
 
-    Adapters are merged. Arguments, errors and the ranks that must call are those of :func:`fsdp_doctor.full_tensors`.
+    Adapters are merged. Arguments, errors and the calling ranks are the same as for :func:`fsdp_doctor.full_tensors`.
     """
     options.setdefault("names", "auto")
     return full_tensors(model, **options), None
@@ -222,8 +223,8 @@ def verl_shards(
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
     """Replaces verl's ``get_per_tensor_param_shard``: yields (name, this rank's shard, verl's ShardSpec).
 
-    A shard is 1-D and on the device. FSDP1's flat shards are yielded, too; verl's own function knows only DTensors.
-    verl must be installed. Arguments, errors and the ranks that must call are those of
+    A shard is 1-D and on the device. FSDP1's flat shards are also yielded, whereas verl's own function knows only
+    DTensors. verl must be installed. Arguments, errors and the calling ranks are the same as for
     :func:`fsdp_doctor.local_shards`.
     """
     options.setdefault("names", "auto")
@@ -239,7 +240,7 @@ def _shard_spec(spec: Any, shard: LocalShard) -> Any:
         return spec(full_shape=tuple(shard.shape), mesh=place.mesh, placements=place.placements)
     if place.part is not None:
         raise NamesError(
-            f"{shard.name} is a part of a tensor that is sharded by columns, and verl cannot be told this: use "
+            f"{shard.name} is a part of a tensor that is sharded by columns, and verl has no way to express this: use "
             'verl_weights, or names="model"'
         )
     if place.group is None:

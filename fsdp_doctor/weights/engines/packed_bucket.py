@@ -34,7 +34,8 @@ class PackedTensor:
 class PackedBucket:
     """Buffer of packed tensors with its index.
 
-    buffer: 1-D, uint8, on the tensors' device. index: plain data, which can be pickled or written as JSON.
+    buffer: a 1-D uint8 tensor on the tensors' device.
+    index: plain data, which can be pickled or written as JSON.
     """
 
     buffer: torch.Tensor
@@ -45,10 +46,9 @@ class PackedBucket:
 def packed_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[PackedBucket]:
-    """Copies tensors into a bucket in the order in which they come, and yields each full bucket, which then belongs to
-    the caller.
+    """Copies tensors one by one into a bucket, and yields each full bucket. A yielded bucket belongs to the caller.
 
-    Device memory: one bucket and one tensor. A tensor that is larger than a bucket gets a bucket of its own. Raises
+    Device memory: one bucket and one tensor. A tensor that is larger than a bucket gets a separate bucket. Raises
     ValueError if ``bucket_bytes`` is not positive, or if the tensors are on several devices.
     """
     if bucket_bytes <= 0:

@@ -1,7 +1,7 @@
-"""Extraction of full tensors: plan, read shards, gather, hand out; and the full state dict on the host.
+"""Extraction of full tensors: plan, read shards, gather, yield; and the full state dict on the host.
 
 ``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` does the rest: while
-one bucket is handed out, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
+one bucket is yielded, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from fsdp_doctor.weights.transport.transfers import (
 _T = TypeVar("_T")
 
 BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
-"""Called with a bucket's number and its transfers, in a stream that waits until they are gathered."""
+"""Function that is called with a bucket's number and transfers, in a stream that waits for their gathers."""
 
 # Threads of a rank that read pageable memory, and the bytes that they read at once; small chunks let the first copy
 # to the device begin early.
@@ -84,17 +84,18 @@ def full_tensors(
 
     Every rank of the group over which the model is sharded must call it with the same arguments, and iterate to the
     end. A rank that stops early, or raises, first takes part in the collectives that it has promised, and then makes
-    the other ranks raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as
-    tensors``, or when nothing refers to the iterator any more. A traceback refers to it, so without ``with`` the other
-    ranks wait while an error is handled. Under HSDP the shard group of each replica works on its own.
+    the other ranks raise RankLeft. This happens when the rank closes the iterator, at the end of ``with
+    full_tensors(model) as tensors``, or when nothing refers to the iterator any more. A traceback refers to the
+    iterator, so without ``with`` the other ranks wait while an error is handled. Under HSDP each replica's shard group
+    works independently of the other replicas.
 
-    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft),
-    unless ``names`` says otherwise. A tied parameter comes under each of its names; the names share one tensor, which
-    is gathered once. A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on
-    the stream that is current when it is requested, like the result of any torch operation; this may be another stream
+    By default, tensors have the names of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
+    torch.compile, peft). A tied parameter is yielded under each of its names; the names share one tensor, which is
+    gathered once. A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on the
+    stream that is current when it is requested, like the result of any torch operation. The stream may be different
     each time. Shards are read only after the work on the streams that are current at the call and at the first tensor.
 
-    The first call for a model makes a plan, which is kept; a change of the model is noticed. Values are read during the
+    The first call for a model makes a plan, which is kept until the model changes. Values are read during the
     iteration, so the next training step must wait for its end.
 
     Device memory in use at once, including the caller's last tensor, is the largest of: two buckets; one bucket and the
@@ -109,39 +110,42 @@ def full_tensors(
         default; the tensors of a model without shards may be on any device.
     dtype: the dtype to which floating-point tensors are cast, each shard before it is gathered; integers, bools and
         complex numbers stay as they are. By default every tensor keeps its own dtype (under mixed precision, the fp32
-        masters). keep_dtype: names, or fnmatch patterns, of tensors that are not cast.
+        masters).
+    keep_dtype: names, or fnmatch patterns, of tensors that are not cast.
     bucket_bytes: device memory of one bucket, in bytes. If the largest tensor needs the memory anyway, a bucket is up
         to four times as large, and a unit of FSDP1 is gathered whole.
     lora: ``merged``: the weights with their active adapters added, as the model computes with them. The merge is out of
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after ``unmerge_adapter``
         yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: the one active adapter
         alone, under the names of peft's adapter files. A model without adapters has only weights.
-    names: ``model``; ``hub``: the names that transformers gives the tensors in ``save_pretrained``; ``auto``: the Hub's
-        names if transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A
-        Hub tensor that is a part of a model's tensor, such as one expert of a fused tensor, is a view of it, and
-        keeping the view keeps the whole. ``keep_dtype`` has the model's names in any case.
+    names: ``model``: the names of the model; ``hub``: the names that transformers gives the tensors in
+        ``save_pretrained``; ``auto``: the Hub's names if transformers knows them, otherwise the model's names; or a
+        mapping in the form of :func:`read_hub_view`. A Hub tensor that is a part of a model's tensor, such as one
+        expert of a fused tensor, is a view, and keeping the view keeps the whole tensor in memory. ``keep_dtype``
+        always has the model's names.
     experts: for experts that were divided before FSDP sharded them, so that groups of ranks have different experts
         under one name: the mesh dim along which they are divided, ``mesh["ep"]``, for all parameters below a module
         ``experts``; or such dims by patterns of names. The experts are joined along their first dim and yielded as one
         tensor.
-    tensors: these tensors are yielded instead of the model's parameters and persistent buffers, for example an average
-        of the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every
-        rank, in any dtype. They get the names, ties and adapters of the model; ``model.state_dict() | average`` has the
-        other tensors, too. Not for FSDP1 units. The plan is not kept.
+    tensors: the tensors to yield instead of the model's parameters and persistent buffers, for example an average of
+        the weights. They are given by the model's names, in any dtype: DTensors of the same shapes, or plain tensors
+        that are whole on every rank. The names, ties and adapters of the model apply to them. The mapping
+        ``model.state_dict() | average`` has the other tensors, too. Not for FSDP1 units. The plan is not kept.
     in_step: no rank gathers while another rank sends. A bucket is complete on the device when its first tensor is
-        yielded. The next bucket is gathered when every rank has asked for it, and its device has finished everything
-        that was launched on it. This is for receivers on the trainers' devices, where a gather that waits for a rank
+        yielded. The next bucket is gathered when every rank has requested it, and when every rank's device has
+        finished its work. This is for receivers on the trainers' devices, where a gather that waits for a rank
         can block the kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the
         device and a meeting over the store.
 
     Raises, before any collective: ValueError or TypeError for wrong arguments, a mesh in ``experts`` that does not
     divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory
-    does not hold their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError
+    does not hold their values; NamesError (ValueError) for names that do not fit the model's tensors; RuntimeError
     for a tensor on the meta device, and for a process group that is missing or has no backend for the device;
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). Raises on every rank:
     PlanMismatch if the ranks have different models or arguments, or if groups of ranks have different tensors under one
-    name, such as experts for which no mesh is given; a plan that is kept is checked for this once. Warns BuffersDiffer,
-    once for a plan that is kept, if the values of persistent buffers differ between ranks: each rank yields its own.
+    name, such as experts without a mesh. A plan that is kept is checked for different tensors only once. Warns
+    BuffersDiffer, once for a plan that is kept, if the values of persistent buffers differ between ranks: each rank
+    yields its own values.
     """
     with announce_errors(model):
         arguments = Arguments.check(
@@ -188,7 +192,7 @@ def weights_info(
 
 @contextlib.contextmanager
 def announce_errors(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks about an error: the model's ranks, or all ranks if those are unknown."""
+    """Tells the other ranks about an error: the ranks of the model or, if these are unknown, all ranks."""
     try:
         yield
     except Exception as error:
@@ -219,7 +223,7 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor, or its parts, once together with all of its names.
+    """Yields every full tensor, or its parts, once together with all its names.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -242,7 +246,8 @@ def start_extraction(
 class ClosingIterator(Iterator[_T]):
     """Iterator that releases the other ranks when it is closed before its end, for example by leaving a ``with`` block.
 
-    It also closes when nothing refers to it any more; while an error is handled, the traceback still refers to it.
+    The iterator also closes when nothing refers to it any more. While an error is handled, the traceback still refers
+    to it.
     """
 
     def __init__(self, items: Generator[_T]) -> None:
@@ -265,8 +270,8 @@ class ClosingIterator(Iterator[_T]):
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
     """Iterator over full tensors that tells the other ranks when it is closed or dropped before its end, even unread.
 
-    A yielded tensor may be used in the stream that is current when it is taken, and in another stream once ``hand_out``
-    was called there.
+    A yielded tensor may be used in the stream that is current when it is taken. Another stream may use it after
+    ``hand_out`` was called there.
     """
 
     def __init__(
@@ -310,8 +315,9 @@ def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]
 class _PendingBucket:
     """Bucket whose loading has begun.
 
-    is_launched: whether its collectives have been launched. done: the event after the collectives. deltas: the LoRA
-    deltas, kept until that event because the device reads them.
+    is_launched: whether the bucket's collectives have been launched.
+    done: the event after the collectives.
+    deltas: the LoRA deltas, which the device reads until that event.
     """
 
     bucket: Bucket
@@ -407,7 +413,7 @@ class Pipeline:
     def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
         """Returns whether there is memory to load ``bucket`` now.
 
-        last_bytes: the size of the tensor that was handed out last, which the caller usually still holds.
+        last_bytes: the size of the tensor that was yielded last, which the caller usually still holds.
         """
         together = [*(pending.bucket for pending in self._pending), bucket]
         kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)
@@ -429,8 +435,8 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _fill_where_left(self, loader: Loader) -> Iterator[None]:
-        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because it has promised to gather
-        the bucket.
+        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because the rank has promised to
+        gather it.
         """
         try:
             yield
@@ -442,7 +448,8 @@ class Pipeline:
     def _launch_loaded(self) -> None:
         """Launches all pending buckets.
 
-        The last is left out while threads still read it; they go on during the gather before it.
+        The last bucket is left out while threads still read it; the threads continue during the gather of the earlier
+        bucket.
         """
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:
@@ -607,7 +614,7 @@ class Pipeline:
             private.release_workspaces(self._plan.device)
 
     def _carry_out(self) -> None:
-        """Launches the promised buckets one at a time, for which there is memory."""
+        """Launches the promised buckets one at a time. There is always memory for a single bucket."""
         self._leaves, self._spare = True, None
         while self._list_promised_buckets() and not self._has_begun:
             self._load(self._plan.buckets[self._num_launched])

@@ -1,4 +1,5 @@
-"""Shards of this rank: its part of each tensor, its place in the whole, and an iterator that loads all of them.
+"""Shards of this rank: the rank's part of each tensor, its place in the whole tensor, and an iterator that loads all
+parts.
 
 Shards come on the device, cast and merged like full tensors. No weight is gathered.
 """
@@ -49,8 +50,9 @@ from fsdp_doctor.weights.transport.streams import HomeStream, Streams
 class LocalShard(NamedTuple):
     """Part of one tensor that this rank holds.
 
-    tensor: on the device; 1-D if ``place.group`` is given, otherwise in the shape of the rank's part; empty if the rank
-    holds nothing. shape: that of the whole tensor.
+    tensor: the part, on the device; 1-D if ``place.group`` is given, otherwise in the shape of the part; empty if the
+        rank holds nothing.
+    shape: the shape of the whole tensor.
     """
 
     name: str
@@ -71,20 +73,22 @@ def local_shards(
     experts: Experts | None = None,
     tensors: GivenTensors | None = None,
 ) -> ClosingIterator[LocalShard]:
-    """Yields what this rank holds of every parameter and persistent buffer: (name, tensor, global shape, place).
+    """Yields this rank's part of every parameter and persistent buffer: (name, tensor, global shape, place).
 
-    Names, their order, dtypes and arguments are those of :func:`full_tensors`; tied names share a tensor. Every rank
-    yields every name, with an empty tensor if the rank has nothing of it. A yielded tensor belongs to the caller, and
-    is ready on the stream that is current when it is requested. Nothing is gathered, and no other rank is needed. Only
-    if the model has adapters and they are merged, their factors are gathered before the first shard: then every rank
-    must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the others raise RankLeft.
+    Names, their order, dtypes and arguments are the same as for :func:`full_tensors`; tied names share a tensor. Every
+    rank yields every name, with an empty tensor if the rank has nothing of it. A yielded tensor belongs to the caller,
+    and is ready on the stream that is current when it is requested. Nothing is gathered, and no other rank is needed,
+    with one exception: if the model has adapters and they are merged, their factors are gathered before the first
+    shard. In this case every rank must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the
+    others raise RankLeft.
 
-    Device memory in use at once, in addition to what the caller keeps: two buckets, or one bucket and the largest
+    Device memory in use at once, in addition to the tensors that the caller keeps: two buckets, or one bucket and the
+        largest
     shard; 24 MiB if shards are cast or merged; the factors of all adapters.
 
-    Raises what :func:`full_tensors` raises, but does not notice plain parameters that differ between the ranks;
+    Raises the errors of :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
     LayoutError (RuntimeError) for placements that do not divide a tensor into shards, and NamesError for a tensor of
-    the Hub whose elements on a rank are neither a range nor a block of it.
+    the Hub whose elements on a rank are neither a range nor a block of the tensor.
     """
     with announce_errors_where_merged(model, lora):
         arguments = Arguments.check(
@@ -134,8 +138,10 @@ def _has_adapters(model: nn.Module) -> bool:
 class ShardRequest:
     """Arguments of one call, checked against the model.
 
-    plan, shards: those of an extraction with the same arguments. sources, adapters, dtypes: which tensors of the plan
-    are asked for, which adapters are merged into them, and in which dtypes they are yielded.
+    plan, shards: the plan and the shards of an extraction with the same arguments.
+    sources: the requested tensors of the plan.
+    adapters: the adapters to merge into these tensors.
+    dtypes: the dtypes in which the tensors are yielded.
     """
 
     plan: Plan
@@ -205,7 +211,7 @@ def gather_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[s
 class LoadedShard(NamedTuple):
     """Shard like :class:`LocalShard`, with all names of its tensor.
 
-    is_copy: whether its memory is independent of the model's parameters.
+    is_copy: whether the shard's memory is independent of the model's parameters.
     """
 
     spec: TensorSpec
@@ -215,8 +221,8 @@ class LoadedShard(NamedTuple):
 
 
 ShownShards: TypeAlias = Literal["nothing", "finished", "unmerged"]
-"""Shards that are yielded as views instead of copies: none; those that need no copy to the device, cast or merge; or
-all into which nothing is merged, on any device and in any dtype."""
+"""Shards that are yielded as views instead of copies: none; only shards that need no copy to the device, cast or merge;
+or all shards into which nothing is merged, on any device and in any dtype."""
 
 
 def load_shards(
@@ -286,9 +292,9 @@ def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
 
 
 def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
-    """Returns the group over which a shard's tensor is divided, for a shard that is one range of its tensor.
+    """Returns the group over which a tensor is divided, for a shard that is one range of its tensor.
 
-    For a DTensor the group is that of the one mesh dim that divides it.
+    For a DTensor this is the group of the only mesh dim that divides the tensor.
     """
     if place.mesh is None:
         return place.group
@@ -316,8 +322,8 @@ def _divide_into_buckets(
 class _LoadedBucket:
     """Shards of one bucket.
 
-    done: the event after their loading, or None if nothing is loaded. in_use: memory that must be kept until that
-    event.
+    done: the event after the loading; None if nothing is loaded.
+    in_use: memory that must be kept until that event.
     """
 
     results: list[LoadedShard]
@@ -391,7 +397,7 @@ class _ShardLoading:
         target.view(shard.shape).copy_(values)
 
     def yield_results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
-        """Yields the shards for use on the caller's stream, and drops each reference once its shard is handed out."""
+        """Yields the shards for use on the caller's stream, and drops each reference once its shard was yielded."""
         self.streams.wait(launched.done)
         launched.in_use = None
         launched.results.reverse()

@@ -37,17 +37,18 @@ class LoraAdapter:
 class Layers:
     """Adapters that peft put into a model, by unwrapped names.
 
-    adapters: the adapters of each adapted weight
-    merged: weights into which adapters are merged in place now
-    unsupported: for a weight whose adapters cannot be merged, the reason
-    copies: (prefix of the trained copy, prefix of the original, plain prefix) of each module that is trained as a whole
-    wrappers: prefixes of other modules that peft wrapped, with the kind of wrapper
-    prompts: kinds of prompt learning, which has no layers
-    active: the names of the active adapters
-    biases: for each adapter, which of the model's own biases are trained with it, in peft's words
-    layers: the prefixes of the adapted layers
-    embeddings: the prefixes among them that are the model's input or output embedding
-    targets: for each adapter, the modules that its configuration names
+    adapters: the adapters of each adapted weight.
+    merged: the weights into which adapters are merged in place now.
+    unsupported: the reason, for each weight whose adapters cannot be merged.
+    copies: (prefix of the trained copy, prefix of the original, plain prefix) of each module that is trained as a
+        whole.
+    wrappers: the prefixes of other modules that peft wrapped, with the kind of wrapper.
+    prompts: the kinds of prompt learning, which has no layers.
+    active: the names of the active adapters.
+    biases: for each adapter, which of the model's own biases are trained with it, in peft's words.
+    layers: the prefixes of the adapted layers.
+    embeddings: the prefixes of adapted layers that are the model's input or output embedding.
+    targets: for each adapter, the modules that its configuration names.
     """
 
     adapters: dict[str, list[LoraAdapter]] = field(default_factory=dict)
@@ -134,7 +135,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 
 
 def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """Transposes the products of weights that are transposed in an FSDP1 unit, which keeps a weight's strides."""
+    """Transposes the products for weights that are transposed in an FSDP1 unit, because such a unit keeps strides."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
             name, shape = span.spec.names[0], span.spec.shape
@@ -322,7 +323,7 @@ def _refuse_wrappers(layers: Layers) -> None:
 
 
 def _rename(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:
-    """Renames the sources, and drops those for which ``name_of`` returns None."""
+    """Renames the sources, and drops each source for which ``name_of`` returns None."""
     renamed: list[Source] = []
     for source in sources:
         if isinstance(source, FlatUnit):
@@ -340,7 +341,7 @@ def _rename_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> Tens
 
 
 def find_factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
-    """Returns the sources of the adapters' factors by name; a factor in an FSDP1 unit becomes a unit of its own."""
+    """Returns the sources of the adapters' factors by name. A factor in an FSDP1 unit is treated as a separate unit."""
     names = set(list_factor_names(adapters))
     sources_of_factors: dict[str, Source] = {}
     for source in sources:

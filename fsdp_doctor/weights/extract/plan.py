@@ -89,23 +89,26 @@ class Arguments:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
         if not all(isinstance(pattern, str) for pattern in keep):
-            raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
+            raise TypeError(f"keep_dtype must be names or patterns of names, not {keep_dtype!r}")
         given = tuple(names.items()) if isinstance(names, Mapping) else names
         return cls(device, dtype, tuple(keep), bucket_bytes, lora, given, list_expert_meshes(experts), in_step)
 
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
-    """Everything derived from a model and the arguments of a call. A plan holds no tensor, so it may be kept.
+    """Facts derived from a model and the arguments of a call. A plan holds no tensor, so it may be kept.
 
-    all_sources: every tensor of the model, adapters included. sources: the tensors to yield
-    ranks: all ranks that take part. groups: groups of ranks, some of which may have different tensors
-    merges: whether the model has adapters, active or not, that are to be merged
-    adapters: for each weight, the factors to merge into it. factors: the source of each factor
-    most_bytes: device memory that buckets and the caller's last tensor may take together
-    ready: places of the shards that a collective can read without a copy
-    names: the names under which the sources' tensors are handed out
-    in_step: whether ranks gather only while no rank's caller has work under way
+    all_sources: every tensor of the model, adapters included.
+    sources: the tensors to yield.
+    ranks: all ranks that take part.
+    groups: groups of ranks, some of which may have different tensors.
+    merges: whether the model has adapters, active or not, that are to be merged.
+    adapters: for each weight, the factors to merge into it.
+    factors: the source of each factor.
+    most_bytes: device memory that buckets and the caller's last tensor may take together.
+    ready: the places of the shards that a collective can read without a copy.
+    names: the names under which the sources' tensors are yielded.
+    in_step: whether a bucket is gathered only when the work of every rank's caller has finished.
     """
 
     all_sources: list[Source]
@@ -128,7 +131,7 @@ class Plan:
         """Counts the buckets from ``first`` on that a rank may promise at once: at least 1, at most ``wanted``.
 
         While the caller holds a tensor of one bucket, there must be memory to launch any later promised bucket. Buckets
-        before ``first`` that may still be pending count, too, since they are yet to be handed out.
+        before ``first`` that may still be pending also count, because they are not yielded yet.
         """
         pending, together = first, self.buckets[first].nbytes
         while pending and (together := together + self.buckets[pending - 1].nbytes) <= self.most_bytes:
@@ -174,7 +177,8 @@ class _KeptPlan:
         return shards if layers == self._layers else None
 
     def _read_devices(self) -> list[torch.device]:
-        """Reads this rank's current devices, of the types on which shards are gathered or that the caller asked for.
+        """Reads this rank's current devices, of the device types on which shards are gathered or that the caller
+        requested.
 
         The current device of a thread may change between calls.
         """
@@ -270,7 +274,7 @@ def _make_plan(
 
 
 def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """Returns the adapters to merge without those of weights that are not asked for."""
+    """Returns the adapters to merge, without the adapters of weights that were not requested."""
     if not merged:
         return merged
     names = {name for source in sources for spec in list_specs(source) for name in spec.names}

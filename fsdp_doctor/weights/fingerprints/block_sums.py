@@ -37,7 +37,7 @@ class BlockSums:
     def release_memory(self) -> bool:
         """Drops the references to the tensors.
 
-        Returns whether their memory can still be summed, as long as others keep it.
+        Returns whether the tensors' memory can still be summed, as long as others keep it.
         """
         self._runs, self._grids = [], []
         return self._table is not None
@@ -58,7 +58,7 @@ class BlockSums:
     def add(self, into: torch.Tensor) -> None:
         """Adds each block's sum to the row with the block's number.
 
-        into: (tensors, 2), int64, on the device.
+        into: a device tensor of shape (tensors, 2) and dtype int64.
         """
         if self._table is not None:
             # Triton launches on the current device, wherever the memory is.

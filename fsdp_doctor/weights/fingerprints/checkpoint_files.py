@@ -50,9 +50,12 @@ _ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_
 class CheckpointComparison:
     """Result of the comparison of two checkpoints.
 
-    differences: how the second checkpoint differs from the first. notes: how their names were matched. compared: the
-    number of tensors in the first. equal: the names of tensors that are equal bit by bit. places: for each tensor that
-    differs, its file in the second checkpoint and, if known, the range of rows from the first to the last that differs.
+    differences: the tensors in which the second checkpoint differs from the first.
+    notes: sentences on how the names were matched.
+    compared: the number of tensors in the first checkpoint.
+    equal: the names of tensors that are equal bit by bit.
+    places: for each tensor that differs, its file in the second checkpoint and, if known, the range of rows from the
+        first to the last row that differs.
     """
 
     differences: list[FingerprintDifference]
@@ -72,8 +75,9 @@ def fingerprint_checkpoint(
     safetensors if present, otherwise the whole tensors, otherwise the shards. Host memory: 16 MiB or the longest row,
     and its cast. No pickle is run.
 
-    dtype: the dtype to which floating-point tensors are cast, as in :func:`fingerprint`. part: the part of the
-    checkpoint to take as the model, such as ``ema``: the keys that lead to it, or the last of them.
+    dtype: the dtype to which floating-point tensors are cast, as in :func:`fingerprint`.
+    part: the part of the checkpoint to take as the model, such as ``ema``: the keys that lead to it, or the last of
+        them.
 
     Raises FingerprintError if ``path`` is no checkpoint, is damaged, or changes while it is read; OSError if it cannot
     be read.
@@ -106,12 +110,15 @@ def compare_checkpoints(
 ) -> CheckpointComparison:
     """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
 
-    Either path may be a JSON file of fingerprints. dtype: the dtype to which both are cast. base: the checkpoint of the
-    model before training, which shows the weights that were not updated. strip: prefixes to remove from the names of
-    both. config, find_parts: as in ``convert``; with find_parts, both sides are renamed to the Hub's names if their
-    names differ.
+    Either path may be a JSON file of fingerprints.
 
-    Raises what :func:`fingerprint_checkpoint` raises, and FingerprintError for models that have no tensor in common.
+    dtype: the dtype to which both are cast.
+    base: the checkpoint of the model before training, which shows the weights that were not updated.
+    strip: prefixes to remove from the names of both.
+    config, find_parts: as in ``convert``; with find_parts, both sides are renamed to the Hub's names if their names
+        differ.
+
+    Raises the errors of :func:`fingerprint_checkpoint`, and FingerprintError for models that have no tensor in common.
     """
     opened = {path: _open(path, part) for path in (left, right)}
     parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}
@@ -191,9 +198,9 @@ def _find_hub_parts(
 
 
 def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None, part: str | None = None) -> Fingerprints:
-    """Reads the fingerprints in a JSON file, or computes those of a checkpoint.
+    """Reads the fingerprints in a JSON file, or computes the fingerprints of a checkpoint.
 
-    Raises what :func:`fingerprint_checkpoint` raises.
+    Raises the errors of :func:`fingerprint_checkpoint`.
     """
     return _read(path, _open(path, part), dtype, {})
 

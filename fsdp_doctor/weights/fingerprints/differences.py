@@ -37,7 +37,10 @@ VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "
 
 @dataclass(frozen=True)
 class FingerprintDifference:
-    """Difference of one tensor between engine and trainer. detail: a phrase that says how it differs."""
+    """Difference of one tensor between engine and trainer.
+
+    detail: a phrase that says how the tensor differs.
+    """
 
     name: str
     kind: DifferenceKind
@@ -49,7 +52,10 @@ class FingerprintDifference:
 
 @dataclass(frozen=True)
 class FingerprintVariant:
-    """Sums of a tensor after a certain mistake. detail: a phrase for :class:`FingerprintDifference`."""
+    """Sums of a tensor after a certain mistake.
+
+    detail: a phrase for :class:`FingerprintDifference`.
+    """
 
     kind: VariantKind
     detail: str

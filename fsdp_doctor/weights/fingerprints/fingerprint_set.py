@@ -22,9 +22,11 @@ class FingerprintError(ValueError):
 class TensorFingerprint:
     """Fingerprint of one tensor, or of a part of it.
 
-    dtype: torch's name without ``torch.``. shape: the shape of the whole tensor. first: the index of the first element
-    that was summed. num_summed: the number of elements that were summed. lanes: the two sums modulo 2**64, not
-    negative.
+    dtype: torch's name of the dtype without ``torch.``.
+    shape: the shape of the whole tensor.
+    first: the index of the first element that was summed.
+    num_summed: the number of elements that were summed.
+    lanes: the two sums modulo 2**64, not negative.
     """
 
     dtype: str
@@ -49,14 +51,17 @@ class TensorFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of a model's tensors by name. tied: groups of names that are known to share one tensor."""
+    """Fingerprints of a model's tensors by name.
+
+    tied: groups of names that are known to share one tensor.
+    """
 
     tensors: Mapping[str, TensorFingerprint]
     tied: tuple[tuple[str, ...], ...] = ()
     version: int = VERSION
 
     def require_whole(self, whose: str) -> None:
-        """Raises FingerprintError if the version of the sum is another, or if only a part of a tensor was summed."""
+        """Raises FingerprintError if the sums have another version, or if only a part of a tensor was summed."""
         require_version(self.version, whose)
         for name, tensor in self.tensors.items():
             if not tensor.is_whole:
@@ -94,7 +99,8 @@ class Fingerprints:
 class _TensorEntry:
     """Entry of a tensor in a file.
 
-    summed: the first element, and the number of elements. sum: both lanes in hexadecimal.
+    summed: the index of the first summed element, and the number of summed elements.
+    sum: both lanes in hexadecimal.
     """
 
     dtype: str

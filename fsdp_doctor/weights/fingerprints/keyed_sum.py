@@ -49,9 +49,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 class IndexedBlock:
     """Contiguous memory whose elements have known places in a tensor.
 
-    number: the tensor's index among the tensors that are summed together. tensor: the block, of any shape and dtype.
-    The element at the coordinates ``c`` within ``sizes`` is element ``base + sum(c * strides)`` of the whole tensor in
-    row-major order.
+    number: the tensor's index among the tensors that are summed together.
+    tensor: the block, of any shape and dtype. The element at the coordinates ``c`` within ``sizes`` is element ``base +
+        sum(c * strides)`` of the whole tensor in row-major order.
     """
 
     number: int
@@ -63,7 +63,11 @@ class IndexedBlock:
 
 @dataclass(slots=True, eq=False)
 class WordRun:
-    """Consecutive words of the tensor ``number``. words: int32, 1-D. first: the index of the first word."""
+    """Consecutive words of the tensor ``number``.
+
+    words: a 1-D int32 tensor.
+    first: the index of the first word.
+    """
 
     number: int
     words: torch.Tensor
@@ -171,7 +175,8 @@ def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | Index
 def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
     """Sums consecutive words. Returns both lanes, int64.
 
-    words: int32, 1-D. first: the index of the first word.
+    words: a 1-D int32 tensor.
+    first: the index of the first word.
     """
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     column = first % ROW_WORDS
@@ -211,7 +216,7 @@ def _multiply(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 def sum_elements(grid: IndexedBlock) -> torch.Tensor:
     """Sums elements in any places. Returns both lanes.
 
-    grid: its tensor is int8, int16 or int32, and 1-D.
+    grid: a block whose tensor is 1-D and int8, int16 or int32.
     """
     elements = grid.tensor
     total = torch.zeros(2, dtype=torch.int64, device=elements.device)

@@ -98,23 +98,23 @@ def fingerprint(
     """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments, without a
     gather.
 
-    A fingerprint does not depend on the strategy, sharding, offload or number of ranks, and equals that of the
-    unsharded model; ``fsdp_doctor.weights.fingerprints.keyed_sum`` says which changes it detects. Each rank casts,
+    A fingerprint does not depend on the strategy, sharding, offload or number of ranks, and equals the fingerprint of
+    the unsharded model; ``fsdp_doctor.weights.fingerprints.keyed_sum`` says which changes it detects. Each rank casts,
     merges and sums its shards on the device; the model is not changed. An all-reduce over each group that divides
-    tensors then adds the sums, 24 bytes for each tensor; under HSDP each replica has its own sums. Shards on the host
-    are copied to the device; to avoid this copy, :meth:`FingerprintSums.watch` sums the tensors of an extraction as
-    they pass.
+    tensors adds the sums, 24 bytes for each tensor; under HSDP each replica has its own sums. Shards on the host are
+    copied to the device; to avoid this copy, :meth:`FingerprintSums.watch` sums the tensors of an extraction as they
+    pass.
 
     Every rank of the group over which the model is sharded must call it with the same arguments. The ranks compare
     their models before the all-reduce, as in :func:`full_tensors`, and no rank is left waiting.
 
     names, experts, tensors: see :func:`full_tensors`. Checkpoints from ``save_pretrained`` and engines use the Hub's
         names; :func:`fingerprint_variants` uses the model's.
-    combined: False returns this rank's part of the sums, for :func:`combine_fingerprints`, and calls no collective
-        except to gather the factors of adapters.
+    combined: whether the sums of all ranks are added. False returns only this rank's part of the sums, for
+        :func:`combine_fingerprints`, and calls no collective except to gather the factors of adapters.
 
-    Device memory: that of :func:`local_shards`, and 64 MiB for shards that are copied or cast. Raises what
-    :func:`full_tensors` raises.
+    Device memory: the same as for :func:`local_shards`, and 64 MiB for shards that are copied or cast. Raises the
+    errors of :func:`full_tensors`.
     """
     repeated = RepeatedFingerprint(
         model,
@@ -172,12 +172,12 @@ class RepeatedFingerprint:
         self._added: _SumsOverRanks | None = None
 
     def full_tensors(self, *, in_step: bool = False) -> ClosingIterator[tuple[str, torch.Tensor]]:
-        """Yields what :func:`full_tensors` yields, and sums this rank's shards in one launch for each gathered bucket.
+        """Yields the same as :func:`full_tensors`, and sums this rank's shards in one launch for each gathered bucket.
 
         The shards are summed on the device after the cast and the merge, while the next bucket is gathered, so
         offloaded shards are copied to the device only once. :meth:`read` returns the sums after the iteration has
-        ended. Either every rank or no rank must take its tensors from this method. Raises what :func:`full_tensors`
-        raises.
+        ended. Either every rank or no rank must take its tensors from this method. Raises the errors of
+        :func:`full_tensors`.
         """
         self._added = None
         with announce_errors(self._model):
@@ -200,8 +200,8 @@ class RepeatedFingerprint:
     def start(self) -> None:
         """Sums the shards on the current stream: in one launch, or one for each 64 MiB of copies.
 
-        Copies are made of shards that are offloaded, cast or merged. Every rank must call it. Raises what
-        :func:`fingerprint` raises.
+        Copies are made of shards that are offloaded, cast or merged. Every rank must call it. Raises the errors of
+        :func:`fingerprint`.
         """
         with announce_errors(self._model):
             request = self.request()
@@ -255,12 +255,13 @@ def fingerprint_variants(
 ) -> dict[str, list[FingerprintVariant]]:
     """Fingerprints some tensors after each of the usual mistakes, for ``compare_fingerprints(variants=...)``.
 
-    The mistakes: the last two dims transposed; the halves of a dim swapped, for each dim of even length (a fused
-    ``gate_up_proj``); first cast to float16, bfloat16 or a float8; cast to one of them and back. The model is read once
-    for each mistake. The arguments are those that :func:`fingerprint` was given.
+    The mistakes are: the last two dims are transposed; the halves of a dim are swapped, for each dim of even length (a
+    fused ``gate_up_proj``); the tensor is first cast to float16, bfloat16 or a float8; the tensor is cast to one of
+    these dtypes and back. The model is read once for each mistake. The arguments must be the same as for
+    :func:`fingerprint`.
 
-    Every rank must call it with the same names, as for :func:`fingerprint`. Raises the same errors, and
-    FingerprintError for a name that the model does not have.
+    Every rank must call it with the same names, as for :func:`fingerprint`. Raises the errors of :func:`fingerprint`,
+    and FingerprintError for a name that the model does not have.
     """
     with announce_errors(model):
         arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, experts=experts)
@@ -291,8 +292,9 @@ def fingerprint_variants(
 
 @contextlib.contextmanager
 def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
-    """Yields a function that compares the models of all ranks, for which it waits; an error in the body is told to the
-    others.
+    """Context that yields a function which compares the models of all ranks, and waits for the comparison.
+
+    An error in the body is reported to the other ranks.
     """
     agreement = Agreement(request.plan.ranks)
     agreement.expect(
@@ -336,11 +338,11 @@ def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
 
 
 class _GatheredSums:
-    """Sums of this rank's shards as an extraction gathers them.
+    """Sums of this rank's shards as an extraction gathers them. The table of each launch is kept by the bucket's
+    number.
 
-    The table of each launch is kept by the bucket's number.
-
-    made_for: the plan of the extraction. plan: a copy of it that agrees only with ranks that sum, too.
+    made_for: the plan of the extraction.
+    plan: a copy of the plan that agrees only with ranks that also sum.
     """
 
     @disable_autograd
@@ -395,9 +397,11 @@ class _GatheredSums:
 class _SumsOverRanks:
     """Sums of this rank's parts of tensors, and the device memory to add them over the groups that divide the tensors.
 
-    parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``. rows: the sums in the
-    same order, in the form of :meth:`FingerprintSums.rows`. The object is made before the ranks agree, so that no rank
-    waits in a collective for a rank that is out of memory. Neither the constructor nor ``add`` waits for the device.
+    The object is made before the ranks agree, so that no rank waits in a collective for a rank that is out of memory.
+    Neither the constructor nor ``add`` waits for the device.
+
+    parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``.
+    rows: the sums in the same order, in the form of :meth:`FingerprintSums.rows`.
     """
 
     def __init__(
@@ -471,9 +475,7 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
 def _sum_variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
-    """Yields for each mistake (variant without lanes, this rank's part of the sums of the tensors to which it
-    applies).
-    """
+    """Yields, for each mistake, the variant without lanes, and this rank's part of the sums of the affected tensors."""
     dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
     yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
     for dim in range(dims):
@@ -498,8 +500,8 @@ def _sum_variant(
 ) -> FingerprintSums:
     """Sums this rank's part of the tensors that a mistake changes, by first name.
 
-    first_to: a dtype to which the tensors are cast before the fingerprint's dtype. back_from: a dtype to which they are
-    cast after the fingerprint's dtype, and back.
+    first_to: a dtype to which the tensors are cast before the cast to the fingerprint's dtype.
+    back_from: a dtype to which the tensors are cast, and back, after the cast to the fingerprint's dtype.
     """
     dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
     read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))

@@ -31,7 +31,7 @@ class ProgramShape:
     """Size of the work of one program.
 
     A program sums ``columns`` columns and ``rows`` rows of a run of words, or tiles with at most ``rows`` rows in
-    total. The sizes are small so that many programs fit on a multiprocessor: while one multiplies, others read.
+    total. The sizes are small so that many programs fit on a multiprocessor: while one program multiplies, others read.
     """
 
     columns: int = 512
@@ -82,7 +82,7 @@ class SumTable:
         self._programs = self._on_host.to(self._programs.device, non_blocking=True)
 
     def add(self, into: torch.Tensor) -> None:
-        """Adds the sums to ``into``: (tensors, 2), int64, on the table's device."""
+        """Adds the sums to ``into``, a tensor of shape (tensors, 2) and dtype int64 on the table's device."""
         if not len(self._programs):
             return
         _sum_programs[(len(self._programs),)](
@@ -133,7 +133,7 @@ def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Te
 
 
 def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor:
-    """Returns one row of arguments for each program, on the host. Each index of the outer dims has tiles of its own."""
+    """Returns one row of arguments for each program, on the host. Each index of the outer dims has separate tiles."""
     *outer, num_rows, num_columns = (1, 1, *grid.sizes)
     *outer_strides, row_stride, column_stride = (0, 0, *grid.strides)
     itemsize = grid.tensor.element_size()
@@ -185,7 +185,10 @@ def _sum_programs(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Sums one row of the table. row_keys, column_keys: the keys of the first lane, then those of the second."""
+    """Sums one row of the table.
+
+    row_keys, column_keys: the keys of the first lane, followed by the keys of the second lane.
+    """
     entry = table + tl.program_id(0).to(tl.int64) * FIELDS
     kind = tl.load(entry)
     target = into + tl.load(entry + 1) * stride

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors and of parts of tensors that an engine holds, or that are on their way to it."""
+"""Fingerprints of tensors and of parts of tensors in an engine, or on the way to an engine."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from fsdp_doctor.weights.transport.sources import name_dtype
 _MOST_KEPT_BYTES = 64 << 20
 
 _Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
-"""(name, the fingerprint with lanes of zero, what is summed)."""
+"""(name, the fingerprint with zero as its lanes, the summed tensor or part)."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """Block of a tensor: an engine's shard of it, or its slice of a fused tensor.
+    """Block of a tensor: an engine's shard of a tensor, or its slice of a fused tensor.
 
-    tensor: the block, which may be a view. shape: the shape of the whole tensor. offsets: the block's first index along
-    each dim, by default 0. For example, if the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
-    ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
+    tensor: the block, which may be a view.
+    shape: the shape of the whole tensor.
+    offsets: the block's first index along each dim, by default 0. For example, if the rows of the up projection in a
+        fused ``gate_up_proj`` begin at ``n``, ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
     """
 
     tensor: torch.Tensor
@@ -63,8 +64,8 @@ class TensorPart:
 class _SumLaunch:
     """Sums of tensors on one device, in one launch. Each ``start`` sums the present values of the same memory.
 
-    names, parts: the tensors' names and parts; the lanes of the parts are zero. rows: for each tensor, both lanes and
-    the number of elements that were summed.
+    names, parts: the tensors' names and parts; the lanes of the parts are zero.
+    rows: for each tensor, both lanes and the number of elements that were summed.
     """
 
     def __init__(self, entries: Sequence[_Entry], device: torch.device) -> None:
@@ -84,9 +85,9 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Drops the table of memory unless all of that memory lies in the storages at these addresses.
+        """Drops the table of memory unless all its memory lies in the storages at these addresses.
 
-        Returns whether it is kept.
+        Returns whether the table is kept.
         """
         if self._sums is not None and not self._sums.reads_only(kept):
             self._sums = None
@@ -96,8 +97,9 @@ class _SumLaunch:
 class FingerprintSums:
     """Sums tensors as they come; :meth:`fingerprints` returns the sums.
 
-    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards. repeats:
-    whether :meth:`repeat` will be called; in this case a tensor may be changed but must not be freed.
+    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
+
+    repeats: whether :meth:`repeat` will be called; in this case a tensor may be changed but must not be freed.
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
@@ -123,8 +125,8 @@ class FingerprintSums:
     def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
         """Adds tensors that are all available, such as a bucket that has arrived, in one launch for each device.
 
-        Raises what :meth:`add` raises. For tensors that are not contiguous, up to 64 MiB of copies are kept until they
-        are summed.
+        Raises the errors of :meth:`add`. For tensors that are not contiguous, up to 64 MiB of copies are kept until
+        they are summed.
         """
         for name, tensor in tensors:
             part, blocks = _divide_into_blocks(name, tensor)
@@ -136,8 +138,8 @@ class FingerprintSums:
     ) -> None:
         """Adds blocks to be summed at the next :meth:`flush`; until then their memory must not change.
 
-        part: the part of the tensor, with lanes of zero. memory: memory that the caller keeps in any case; 64 MiB of
-        blocks outside of it cause a flush.
+        part: the part of the tensor, with zero as its lanes.
+        memory: memory that the caller keeps in any case. 64 MiB of blocks outside this memory cause a flush.
         """
         storage = memory.untyped_storage().data_ptr() if memory is not None else None
         if storage is not None:
@@ -180,7 +182,7 @@ class FingerprintSums:
         return torch.cat([empty, *(launch.rows.to(device) for launch in self._launches)])
 
     def named_parts(self) -> list[tuple[str, TensorFingerprint]]:
-        """Returns the name of each row and the part that was summed, with lanes of zero."""
+        """Returns the name of each row, and the part that was summed, with zero as its lanes."""
         return [pair for launch in self._launches for pair in zip(launch.names, launch.parts, strict=True)]
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -216,12 +218,12 @@ class FingerprintSums:
 def fingerprint_tensors(
     tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
 ) -> Fingerprints:
-    """Sums the tensors of a receiver: whole tensors, or its parts of them, by the trainer's names.
+    """Fingerprints the tensors of a receiver, which may be whole tensors or parts of them, by the trainer's names.
 
-    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
-    collective is called. The tensors of an iterator are summed and freed one by one. Those of a mapping or a list are
-    summed in one launch for each device, or one for each 64 MiB of copies if they are not contiguous; names whose
-    tensors are the same memory are noted as tied. Raises what :meth:`FingerprintSums.add` raises.
+    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds the partial fingerprints of all
+    ranks. No collective is called. The tensors of an iterator are summed and freed one by one. The tensors of a mapping
+    or a list are summed in one launch for each device, or one for each 64 MiB of copies if they are not contiguous.
+    Names whose tensors are the same memory are noted as tied. Raises the errors of :meth:`FingerprintSums.add`.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(pairs, Iterable):
@@ -240,7 +242,7 @@ class RepeatedFingerprintOfTensors:
     """Repeats :func:`fingerprint_tensors` for the same tensors after each weight sync, in one launch, without waiting.
 
     tensors: whole tensors and parts, by name or as pairs, in the memory that the engine uses. A tensor that has moved
-    to other memory is detected. The constructor sums once, so it raises what :meth:`FingerprintSums.add` raises.
+    to other memory is detected. The constructor sums once, so it raises the errors of :meth:`FingerprintSums.add`.
     """
 
     def __init__(
@@ -291,7 +293,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """Makes the fingerprint of the blocks, with lanes of zero."""
+    """Makes the fingerprint of the blocks with zero as its lanes."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)

@@ -23,7 +23,11 @@ _MOST_CALLS = 6
 
 
 class WeightsChanged(RuntimeError):
-    """Error of :func:`unchanged`. names: the tensors that changed. rank: the rank of this process."""
+    """Error of :func:`unchanged`.
+
+    names: the tensors that changed.
+    rank: the rank of this process.
+    """
 
     def __init__(self, message: str, names: list[str], rank: int) -> None:
         super().__init__(message)
@@ -32,22 +36,23 @@ class WeightsChanged(RuntimeError):
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Context that checks that this rank's shards have the same values at its end as at its beginning, wherever they
-    lie.
+    """Context that checks that this rank's shards have the same values at its end as at its beginning, in any memory.
 
-    Use it around code that moves, saves or sends weights, such as an offload, a rollout and the reload, but not around
-    code that changes them on purpose, such as a step, swapping in an average, or merging adapters.
-
-    model: FSDP1, FSDP2, DDP or plain. Its parameters and buffers are compared and, if an optimizer is given, the
-    tensors of its state: 128 bits of each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.
+    Use it around code that moves, saves or sends weights, such as an offload, a rollout and the reload. Do not use it
+    around code that changes them on purpose, such as a step, swapping in an average, or merging adapters.
 
     Any rank may use it alone: there is no collective. At the beginning, the sums of shards on a device are only
-    launched, on the current stream, without waiting; so a copy that races with the host still races. At the end it
-    waits for the device, so put code that might read the weights too early into the context. Shards in host memory are
-    summed on the host, at the speed of the CPU; a copy into them that began before the context must have arrived.
+    launched, on the current stream, without waiting, so a copy that races with the host still races. The end of the
+    context waits for the device, so put code that might read the weights too early into the context. Shards in host
+    memory are summed on the host, at the speed of the CPU. A copy into them that began before the context must have
+    arrived.
 
     Raises WeightsChanged, with the tensors, the rank and the calls in the body; UnreadableTensors for tensors that are
     not dense. An exception of the body passes through.
+
+    model: a model under FSDP1, FSDP2 or DDP, or a plain model. Its parameters and buffers are compared by 128 bits of
+        each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.
+    optimizer: an optimizer whose state is compared, too.
     """
     where = _find_body()
     before = _Sums(model, optimizer)

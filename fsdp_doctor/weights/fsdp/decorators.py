@@ -62,7 +62,7 @@ def _find_device(model: object) -> torch.device | None:
 
 
 def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs ``function`` without recording a graph, so that its new tensors are ordinary ones, even under inference
+    """Runs ``function`` without recording a graph, so that its new tensors are ordinary tensors, even under inference
     mode.
 
     Tensors made in inference mode can be written to only by threads in that mode, and only while it lasts.

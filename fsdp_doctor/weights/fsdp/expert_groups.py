@@ -1,6 +1,6 @@
 """Experts that were divided over ranks before FSDP sharded them: groups of ranks have different experts under one name.
 
-The caller names the mesh along which they are divided, since no attribute of the model does.
+The caller names the mesh along which the experts are divided, because no attribute of the model shows it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
-    """Makes the tensor of all experts, without elements, of which the parameter is a part.
+    """Makes a tensor without elements that stands for all experts. The parameter is a part of this tensor.
 
     ordered: the root mesh with the dim of ``mesh`` first, from ``_put_first``.
     """
@@ -130,10 +130,10 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
 def extend_mesh(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Describes the same placements on a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh.
+    """Describes the same placements on a mesh of ``meshes`` that is ``mesh`` or contains it as a submesh.
 
-    Returns None if there is no such mesh. The tensor is replicated over the dims that ``mesh`` lacks, since each
-    neighbour along them has a submesh with the same shards.
+    Returns None if there is no such mesh. The tensor is replicated over the dims that ``mesh`` lacks, because each
+    neighbour along these dims has a submesh with the same shards.
     """
     for whole in meshes:
         here = whole.get_coordinate() or [0] * whole.ndim

@@ -20,12 +20,12 @@ GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> ModelContents:
-    """Returns the contents with only the given tensors, in the order and with all names of the model's; unchanged for
-    None.
+    """Returns the contents with only the given tensors, in the order and with all names of the model; unchanged if
+    ``tensors`` is None.
 
-    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors; ValueError for a
-    name of no parameter or persistent buffer, for a name in an FSDP1 unit, for two different tensors for one tied
-    tensor, and for a shape that is not the model's.
+    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors. Raises ValueError
+    for a name that no parameter or persistent buffer has, for a name in an FSDP1 unit, for two different tensors for
+    one tied tensor, and for a shape that differs from the model's.
     """
     if tensors is None:
         return contents
@@ -51,7 +51,9 @@ def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> Model
         _check_shape(name, tensor, own)
         new = ModelTensor(own.names, tensor, tensor, None, describe_form(private.read_local_tensor(tensor)))
         if not _is_one(given.setdefault(id(own), new).tensor, tensor):
-            raise ValueError(f"tensors: {' and '.join(own.names)} are tied in the model, but two tensors here")
+            raise ValueError(
+                f"tensors: {' and '.join(own.names)} are tied in the model, but two different tensors were given"
+            )
     if strangers:
         raise ValueError(f"tensors: no parameter and no persistent buffer is called {join_some(strangers)}")
 
@@ -75,8 +77,10 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
         return
     is_shard = not isinstance(tensor, DTensor) and tensor.shape == private.read_local_tensor(own.tensor).shape
     what = (
-        f"is this rank's shard of {list(shape)}, but a plain tensor: pass DTensor.from_local of the shard, with "
-        "the mesh, placements, shape and strides of the model's tensor"
+        (
+            f"is a plain tensor with this rank's shard of {list(shape)}: pass DTensor.from_local of the shard, "
+            "with the mesh, placements, shape and strides of the model's tensor"
+        )
         if is_shard
         else f"has the shape {list(tensor.shape)}, but {list(shape)} in the model"
     )

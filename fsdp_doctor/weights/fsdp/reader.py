@@ -30,14 +30,14 @@ from fsdp_doctor.weights.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_
 class ModelTensor:
     """Parameter or buffer.
 
-    names: the names in the model before it was wrapped, in the order of its modules; several if it is tied
-    tensor: the parameter or buffer; if FSDP2 shows the parameter unsharded now, the sharded one
-    shown: the tensor that the modules have now
-    unit: the innermost FSDP2 module around it, or None
-    form: a description of its form if its memory does not hold its values, see ``forms``; otherwise empty
+    names: the names in the model before it was wrapped, in the order of its modules; several if the tensor is tied.
+    tensor: the parameter or buffer; if FSDP2 shows the parameter unsharded now, the sharded parameter.
+    shown: the tensor that the modules have now.
+    unit: the innermost FSDP2 module around the tensor; None if there is none.
+    form: a description of the tensor's form if its memory does not hold its values, see ``forms``; otherwise empty.
     placed: the tensor with its global shape, mesh and placements. This is ``tensor``, except for experts that were
-        divided before FSDP sharded them: a DTensor without elements, of which ``tensor`` is a part, see
-        ``expert_groups``
+        divided before FSDP sharded them. For these, it is a DTensor without elements, and ``tensor`` is a part of this
+        DTensor, see ``expert_groups``.
     """
 
     names: tuple[str, ...]
@@ -55,14 +55,15 @@ class ModelTensor:
 class ModelContents:
     """Contents of a model, in the order of its modules.
 
-    fsdp1_units: FSDP1 units; their parameters are not in ``parameters``
-    parameters: all other parameters
-    buffers: the buffers that a state dict has; transient_buffers: the other buffers
+    fsdp1_units: FSDP1 units; their parameters are not in ``parameters``.
+    parameters: all other parameters.
+    buffers: the persistent buffers, which a state dict contains.
+    transient_buffers: the other buffers.
     stray_pieces: names of parameters that are pieces of one FSDP1 unit's flat parameter but lie in a module of another
-        unit, for example tied across units with ``use_orig_params``: torch gathers them for their own unit only
-    ambiguous: names that several tensors have once the words that wrappers insert are removed
-    extra_states: the names in a state dict of the results of ``get_extra_state``, which may be any objects
-    ddp_ranks: the ranks of a DDP wrapper; empty without one
+        unit, for example tied across units with ``use_orig_params``: torch gathers them only for their own unit.
+    ambiguous: names that belong to several tensors, after the words inserted by wrappers are removed.
+    extra_states: the names in a state dict of the results of ``get_extra_state``, which may be any objects.
+    ddp_ranks: the ranks of a DDP wrapper; empty without DDP.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -107,7 +108,7 @@ class ModelContents:
         )
 
     def list_tensors(self) -> Iterator[ModelTensor]:
-        """Yields the parameters and buffers that a state dict has, except those in FSDP1 units."""
+        """Yields the parameters and persistent buffers, except those in FSDP1 units."""
         yield from self.parameters
         yield from self.buffers
 
@@ -119,7 +120,7 @@ class ModelContents:
     def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
         """Describes each tensor of a state dict whose memory does not hold its values, by its first name.
 
-        but_strided: leave out tensors whose strides can be read, which a call for other tensors can skip.
+        but_strided: whether to leave out tensors whose strides can be read, which a call for other tensors can skip.
         """
         tensors = [tensor for tensor in self.list_tensors() if tensor.form]
         forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
@@ -140,10 +141,11 @@ class ModelContents:
         )
 
     def list_unused(self, *, but_followed: bool = False) -> list[str]:
-        """Lists the names of FSDP2 modules' parameters with which their next forward will not compute.
+        """Lists the names of FSDP2 modules' parameters that the next forward will not use.
 
-        Such a parameter was assigned after the first forward, or was given other memory since. but_followed: leave out
-        those whose new memory the module would use after ``follow_moved``.
+        Such a parameter was assigned, or was given other memory, after the first forward.
+
+        but_followed: whether to leave out parameters whose new memory the module would use after ``follow_moved``.
         """
         replaced = [(module, key) for unit in self.fsdp2_units for module, key in unit.replaced]
         shown = [getattr(module, key, None) for module, key in replaced]
@@ -154,7 +156,7 @@ class ModelContents:
         return [*named, *(f"{type(module).__name__}.{key}" for module, key in missing)]
 
     def list_all_names(self) -> Iterator[tuple[str, ...]]:
-        """Yields all names of each parameter and each buffer of a state dict, also of those in FSDP1 units."""
+        """Yields all names of each parameter and each persistent buffer, also in FSDP1 units."""
         yield from (tensor.names for tensor in self.list_tensors())
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
@@ -228,7 +230,7 @@ def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenSte
 def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
     """Finds names under which two modules have different tensors.
 
-    Parameters in FSDP1 units are included, although they may be no attributes of the modules now.
+    Parameters in FSDP1 units are included, although they may not be attributes of the modules now.
     """
     in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
     ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)

@@ -126,7 +126,7 @@ def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements
 
 
 def _choose_chunk(runs: _Runs, count: int, index: int) -> _Runs:
-    """Returns one of ``count`` chunks of the indices, divided like torch.chunk; the last ones may be shorter, or
+    """Returns one of ``count`` chunks of the indices, divided like torch.chunk; the last chunks may be shorter, or
     empty.
     """
     length = -(-sum(map(len, runs)) // count)

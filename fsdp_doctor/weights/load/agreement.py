@@ -66,7 +66,7 @@ class LoadAgreement:
         )
 
     def _compare_files(self, source: LoadSource) -> None:
-        """Raises LoadError on a rank whose files differ from rank 0's. The other ranks raise when they next agree."""
+        """Raises LoadError on a rank whose files differ from rank 0's. The other ranks raise when they agree again."""
         digests = source.digest_files()
         first_digests = tuple(self.agree(" ".join(digests)).split())
         if first_digests != digests:
@@ -81,7 +81,7 @@ class LoadAgreement:
         self.num_written += number
 
     def agree(self, word: str = "") -> str:
-        """Waits until every rank has come, and returns rank 0's word. Raises RankLeft or PlanMismatch."""
+        """Waits until every rank has called this, and returns rank 0's ``word``. Raises RankLeft or PlanMismatch."""
         return self._agreement.proceed(word)
 
     @contextlib.contextmanager

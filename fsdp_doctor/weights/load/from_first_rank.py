@@ -49,8 +49,10 @@ class _Piece:
 class _Memory:
     """Device memory of one bucket.
 
-    received: bytes from rank 0. passed: bytes from another rank that has the same part. lanes: on rank 0, the bytes for
-    each rank. joined: on rank 0, all lanes one after another, if there are several.
+    received: bytes from rank 0.
+    passed: bytes from another rank that has the same part.
+    lanes: on rank 0, the bytes for each rank.
+    joined: on rank 0, all lanes one after another, if there are several.
     """
 
     received: torch.Tensor
@@ -61,7 +63,10 @@ class _Memory:
 
 @dataclass
 class _Bucket:
-    """Bucket that rank 0 fills. used: the number of bytes in each rank's lane."""
+    """Bucket that rank 0 fills.
+
+    used: the number of bytes in each rank's lane.
+    """
 
     memory: _Memory
     used: dict[int, int]
@@ -79,7 +84,7 @@ class _Pending:
 class FromFirstRank:
     """Transfer of full tensors from rank 0 to the parts of all ranks.
 
-    agree: waits until every rank has come to the next bucket, and returns rank 0's word.
+    agree: a function that waits until every rank has reached the next bucket, and returns rank 0's argument.
     """
 
     def __init__(
@@ -107,15 +112,15 @@ class FromFirstRank:
     def prepare(self) -> None:
         """Allocates the memory of all buckets.
 
-        Every rank must call it; afterwards the ranks must agree that none has failed.
+        Every rank must call it; afterwards the ranks must agree that no rank has failed.
         """
         self._lane_bytes, count = json.loads(self._agree(json.dumps(self._plan_lanes())))
         self._free = [self._allocate() for _ in range(count)]
 
     def send(self, values: Iterable[tuple[int, Value]]) -> None:
-        """Sends tensors, on rank 0.
+        """Sends tensors. Only rank 0 calls it.
 
-        values: (index of the target, full tensor).
+        values: pairs of the index of a target and its full tensor.
         """
         own_parts = LocalParts(self._copies, self._streams)
         bucket = self._make_bucket()

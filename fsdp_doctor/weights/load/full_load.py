@@ -2,7 +2,7 @@
 
 1. Read the model: every tensor is a target with its names, its layout over the ranks, and this rank's part of it.
 2. The ranks agree on targets and arguments, on who has the source, and on the names. With the Hub's names, each part of
-    a fused target becomes a target of its own. From here on an error of one rank is raised on all.
+    a fused target becomes a separate target. From here on an error of one rank is raised on all.
 3. Match the names, shapes and dtypes of the source with the targets.
 4. Allocate the memory that the load needs, agree once more, and prepare the model for the writes.
 5. Read each part from the source and write it into its shard. Each rank does this for itself, or rank 0 for all.
@@ -82,42 +82,43 @@ def load_full_tensors(
     shard under CPUOffloadPolicy, otherwise on the compute device. All copies have finished when the function returns.
 
     No rank holds a full model. Device memory in addition to the shards: if only rank 0 has the source, two buckets on
-    rank 0, and on the other ranks their share of two buckets; if every rank has it, nothing, except for a tensor that
-    is cast or whose shard is not contiguous. Host memory: at most 256 MiB of pinned memory, and 64 MiB for tensors
-    whose memory in the source is not laid out like the shards.
+    rank 0, and the share of two buckets on each other rank. If every rank has the source, memory is needed only for
+    tensors that are cast, or whose shards are not contiguous. Host memory: at most 256 MiB of pinned memory, and 64 MiB
+    for tensors that are not laid out in the source like the shards.
 
-    model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
-        offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
-    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor), which may
-        reuse the memory of a tensor once the next is requested, and is closed at the end if it is a generator; a
-        safetensors file; or a directory of such files with or without an index. If every rank has the source, each
-        reads only its own rows and nothing is communicated. If only rank 0 has it, the others pass None or an empty
-        mapping. A tied tensor may come under any of its names, or under several.
-    strict: False leaves tensors that the source lacks unchanged, and skips tensors that the model does not have; the
-        report names both. Shapes and dtypes must fit in any case. Entries of the source that ``get_extra_state`` made
-        are skipped; the report names those that the model has.
-    dtype: ``keep``: a tensor whose dtype is not the model's is an error. ``cast``: it is cast to the model's dtype.
+    model: a model under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not),
+        under any offload, also half-moved or, under FSDP2, on the meta device, before the first forward or after
+        training.
+    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor); a
+        safetensors file; or a directory of such files with or without an index. An iterable may reuse the memory of a
+        tensor after the next tensor is requested, and a generator is closed at the end. If every rank has the source,
+        each rank reads only its own rows and nothing is communicated. If only rank 0 has the source, the other ranks
+        pass None or an empty mapping. A tied tensor may have any of its names in the source, or several of them.
+    strict: False leaves tensors that the source lacks unchanged, and skips tensors that the model does not have. The
+        report names the tensors of both kinds. Shapes and dtypes must fit in any case. Results of ``get_extra_state``
+        in the source are skipped; the report names the skipped entries that the model has, too.
+    dtype: ``keep``: a tensor with another dtype than in the model is an error. ``cast``: such a tensor is cast.
     names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
         checkpointing, torch.compile; peft's names stay as they are). ``hub``: the names in files of
-        ``save_pretrained``, where an expert may be a tensor of its own that is a part of one of the model's tensors.
-        ``auto``: whichever of the two the source has; the model's for an iterable. Or a mapping in the form of
-        :func:`read_hub_view`. Each rank reads only its own rows, whatever the names.
+        ``save_pretrained``. These files may have a separate tensor for each expert of a fused tensor. ``auto``: the
+        names that the source has; for an iterable, the model's names. Or a mapping in the form of
+        :func:`read_hub_view`. With all names, each rank reads only its own rows.
     experts: see :func:`full_tensors`; for experts whose groups of ranks have different experts under one name. The
-        source has all experts as one tensor, and each rank gets its own.
+        source has all experts as one tensor, and each rank gets its own experts.
     tensors: see :func:`full_tensors`; the tensors to fill instead of the model's own, such as an average of its
-        weights. At least one of them must be a DTensor. The source has these and no others, and the model is left
-        unchanged.
-    buffers: non-persistent buffers, by name, on every rank. It must include those on the meta device. The report names
-        those that are not given: after ``to_empty`` their values are undefined.
+        weights. At least one of them must be a DTensor. The source must have exactly these tensors, and the model is
+        left unchanged.
+    buffers: non-persistent buffers, by name, on every rank. Buffers on the meta device must be given. The report names
+        the buffers that are not given: after ``to_empty`` their values are undefined.
     bucket_bytes: device memory of one bucket, in bytes.
     check_sums: whether tensors in files of :func:`save_full_tensors` are compared with the checksums of their save
-        before anything is written. The ranks of a node divide the files among themselves, so each byte is read once
-        more on each node. Files of other programs have no sums; the report says how many tensors were compared.
+        before anything is written. The ranks of a node divide the files among themselves, so each node reads each
+        byte one additional time. Files of other programs have no sums; the report says how many tensors were compared.
 
     Raises LoadError on every rank, before anything is written, for
 
     - names that are missing or superfluous, a source with some of the Hub's and some of the model's names, Hub names
-        that are unknown or are no parts of the model's tensors, and a mapping of names that is not one-to-one;
+        that are unknown or do not belong to the model's tensors, and a mapping of names that is not one-to-one;
     - wrong shapes or dtypes, and tied names with different values;
     - files that are truncated or not in safetensors' format;
     - a model that is not sharded, and groups of ranks with different tensors under one name (meshes of some of the
@@ -125,11 +126,11 @@ def load_full_tensors(
     - ranks whose models or arguments differ, or whose files differ in names, shapes, dtypes, or the 4 KiB in the middle
         of a tensor (checked for at most 128 tensors).
 
-    The items of an iterator are checked as they come, and a file that was written to or replaced is detected at the
-    end; in both cases the error says how many tensors had been written. On a rank where another exception is raised
-    (OSError, an exception of the iterator) it is passed on unchanged, and the other ranks raise LoadError. Raises
-    TypeError or ValueError for invalid arguments, and UnreadableTensors for a model with tensors whose memory does not
-    hold their values, unless the load is not strict and the source has none of them.
+    The items of an iterator are checked one by one during the load, and a file that was written to or replaced is
+    detected at the end. In both cases the error says how many tensors had been written. Another exception (OSError, an
+    exception of the iterator) is passed on unchanged on the rank that raised it, and the other ranks raise LoadError.
+    Raises TypeError or ValueError for invalid arguments, and UnreadableTensors for a model with tensors whose memory
+    does not hold their values. A load that is not strict accepts such a model if the source has none of these tensors.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -289,8 +290,9 @@ def fill_targets(
 ) -> LoadReport:
     """Matches the source with the targets, reads it, and writes each rank's parts.
 
-    prepare_model: called before the first write, after all ranks have found that they can write. share: this
-    rank's share of the files, whose checksums of the save are compared before the first write; None compares nothing.
+    prepare_model: a function that is called before the first write, after all ranks have found that they can write.
+    share: this rank's share of the files, whose checksums from the save are compared before the first write; None to
+        compare nothing.
     """
     if holders == "first" and place.partial:
         raise LoadError(

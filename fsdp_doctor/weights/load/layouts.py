@@ -23,7 +23,8 @@ from fsdp_doctor.weights.names.views import Box, TensorView, find_box
 class Replicas:
     """Ranks that hold the same part.
 
-    group: None for all ranks of the model. source: the rank that gets the part first.
+    group: None for all ranks of the model.
+    source: the rank that gets the part first.
     """
 
     group: dist.ProcessGroup | None
@@ -33,8 +34,9 @@ class Replicas:
 class Layout(ABC):
     """Division of one tensor, or of many tensors of one kind, over the ranks.
 
-    owners: the ranks that get their parts from rank 0 directly; only rank 0 and the owners are sure to have the same
-    list. replicas: the groups in which the parts are then passed on, one group after the other.
+    owners: the ranks that get their parts directly from rank 0. Only rank 0 and the owners are sure to have the same
+        list.
+    replicas: the groups in which the parts are passed on afterwards, one group after the other.
     """
 
     owners: tuple[int, ...]
@@ -53,7 +55,9 @@ class Layout(ABC):
         return full
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
-        """Lists the part's elements in the flattened tensor; None if the shard's order is not the tensor's."""
+        """Lists the part's elements in the flattened tensor; None if the shard's elements have another order than the
+        tensor's.
+        """
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 
     def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
@@ -70,7 +74,10 @@ class Layout(ABC):
 
 
 class _InBox(Layout):
-    """Layout of a part of a tensor that is divided along its dims. shape: the shape of the whole tensor."""
+    """Layout of a part of a tensor that is divided along its dims.
+
+    shape: the shape of the whole tensor.
+    """
 
     def __init__(self, whole: Layout, shape: torch.Size, box: Box) -> None:
         self._whole, self._shape, self._box = whole, shape, box
@@ -186,7 +193,8 @@ class ShardsOfUnit:
 class InFlatParameter(Layout):
     """Layout of one parameter in an FSDP1 unit: each rank holds a range of it, in the order of its memory.
 
-    offset: the index of the parameter's first element in the flat parameter. stride: the strides of the full tensor.
+    offset: the index of the parameter's first element in the flat parameter.
+    stride: the strides of the full tensor.
     """
 
     def __init__(self, shards: ShardsOfUnit, offset: int, stride: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Matches the tensors of the source with the model's: which fills which, and whether shapes and dtypes fit."""
+"""Matches the tensors of the source with the model's: which tensor fills which, and whether shapes and dtypes fit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _MOST_NAMES = 3
 class Matching:
     """Pairs of tensors of the source and the targets that they fill.
 
-    A tied target may come under several of its names if the values are the same. names: by the target's index, the
-    names under which the source has it. superfluous: names in the source that belong to no target.
+    A tied target may come under several of its names if the values are the same.
+
+    names: by the target's index, the names under which the source has the target.
+    superfluous: names in the source that belong to no target.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class Matching:
         conflicts: Mapping[str, Conflict],
         unreadable: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepares the matching. conflicts, unreadable: by the first name of a target, why it cannot be loaded."""
+        """Prepares the matching.
+
+        conflicts, unreadable: by the first name of a target, the reason why it cannot be loaded.
+        """
         self._targets, self._strict, self._dtype = targets, strict, dtype
         self._holders, self._conflicts = holders, conflicts
         self._unreadable = unreadable or {}
@@ -126,7 +131,7 @@ class Matching:
                 assert_never(self._dtype)
 
     def _check_tie(self, index: int, name: str, value: Value) -> None:
-        """Raises LoadError if a tied target came before with different values.
+        """Raises LoadError if an earlier tensor for the same tied target had different values.
 
         If only rank 0 has the source, it compares whole tensors; otherwise each rank compares its own part.
         """

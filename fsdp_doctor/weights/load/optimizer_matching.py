@@ -49,7 +49,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ScalarEntry:
-    """Entry of a parameter's state: one value, such as a step. dtype: None unless a tensor holds the value."""
+    """Entry of a parameter's state: one value, such as a step.
+
+    dtype: the dtype if the value is in a tensor; None otherwise.
+    """
 
     value: Any
     dtype: torch.dtype | None
@@ -62,8 +65,8 @@ Entries: TypeAlias = dict[str, TensorEntry | ScalarEntry]
 class StateOutline:
     """Full optimizer state without the values of its tensors, which all ranks need to know.
 
-    entries: the entries of each parameter's state, by the parameter's name and the key. groups: the options of each
-    param group, and the names of its parameters under ``params``.
+    entries: the entries of each parameter's state, by the parameter's name and the key.
+    groups: the options of each param group, and the names of its parameters under ``params``.
     """
 
     entries: dict[str, Entries] = field(default_factory=dict)
@@ -151,7 +154,7 @@ def read_option(option: Any) -> Any:
 class StateForm(enum.Enum):
     """Form of a state tensor on this rank, found by its shape.
 
-    EITHER: this rank's shard has the shape of the whole parameter, so the shape does not decide.
+    EITHER means that this rank's shard has the shape of the whole parameter, so the shape does not decide.
     """
 
     SINGLE = "a single value"
@@ -164,8 +167,9 @@ class StateForm(enum.Enum):
 class ParameterPart:
     """Parameter of the model, as a part of a parameter of the optimizer.
 
-    shape: the shape of the full parameter. slices: this rank's part of it in the optimizer's flat parameter; None if
-    the part is the whole parameter of the optimizer.
+    shape: the shape of the full parameter.
+    slices: this rank's part of it in the optimizer's flat parameter; None if the part is the whole parameter of the
+        optimizer.
     """
 
     names: tuple[str, ...]
@@ -174,7 +178,7 @@ class ParameterPart:
     slices: Slices | None = None
 
     def view_part(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns a view of this parameter's elements in a tensor with the form of the optimizer's parameter."""
+        """Returns a view of this parameter's elements in a tensor that has the form of the optimizer's parameter."""
         local = private.read_local_tensor(state)
         if self.slices is not None:
             return local[self.slices]
@@ -187,9 +191,10 @@ class ParameterPart:
 class OptimizerParameter:
     """Parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
 
-    group: the index of its param group. home: the device on which it lies during a training step. own_shape: the shape
-    of this rank's part between two steps, which is also the shape of its state. The parameter itself may be whole now,
-    since a step that raised leaves an FSDP1 parameter unsharded.
+    group: the index of the param group.
+    home: the device of the parameter during a training step.
+    own_shape: the shape of this rank's part between two steps, which is also the shape of the state. The parameter
+        itself may be whole now, because a step that raised leaves an FSDP1 parameter unsharded.
     """
 
     parameter: torch.Tensor
@@ -270,8 +275,8 @@ def list_parameters(
 def _list_trainable(
     contents: ModelContents, place: ModelPlace
 ) -> Iterator[tuple[torch.Tensor, torch.Size, torch.device, tuple[ParameterPart, ...]]]:
-    """Yields (parameter, shape of this rank's part, its device in training, its parts) for all that an optimizer may
-    have.
+    """Yields (parameter, shape of this rank's part, its device in training, its parts) for all parameters that an
+    optimizer may have.
     """
     layouts = Layouts(place.ranks, place.meshes)
     for unit in contents.fsdp1_units:
@@ -352,7 +357,7 @@ class StateForms:
         if self._whole is not None:
             if key in self._whole and parameter.whole_shape is None:
                 raise LoadError(
-                    f"whole: {join_some(parameter.names)} are in one flat parameter, whose state FSDP1 divides"
+                    f"whole: {join_some(parameter.names)} are in one flat parameter, and FSDP1 divides its state"
                 )
             return key in self._whole
         if not _steps_as_torch_does(self._optimizer):
@@ -365,7 +370,7 @@ class StateForms:
         return False
 
     def describe(self, parameter: OptimizerParameter) -> str:
-        """Describes which keys' tensors are whole, which must be the same on all ranks."""
+        """Describes for which keys the tensors are whole. The description must be the same on all ranks."""
         keys = [key for at, key in self._forms if at == id(parameter) and self.is_whole(parameter, key)]
         return f" with {join_some(sorted(keys))} whole on each rank" if keys else ""
 
@@ -378,8 +383,8 @@ def _steps_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
     """Raises LoadError for the state of another kind of optimizer, which the options of the param groups show.
 
-    Versions of one optimizer differ in an option or two; another optimizer lacks most of the options and has different
-    ones.
+    Versions of one optimizer differ in an option or two; another optimizer lacks most of the options and has others
+    instead.
     """
     options = set(optimizer.defaults) - {*_IMPLEMENTATION, *_COMMON}
     known = options | {key for group in optimizer.param_groups for key in group}
@@ -395,10 +400,12 @@ def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
 class StateMatching:
     """Entries of a checkpoint for each parameter of an optimizer.
 
-    entries: (parameter, its entries by key), in the dtypes in which they are loaded. stateless: parameters for which
-    the checkpoint has no state. options: the options of the param groups, by index. missing, superfluous,
-    without_state: see LoadReport. Raises LoadError for entries that do not fit, and if ``strict`` for missing and
-    superfluous ones.
+    Raises LoadError for entries that do not fit and, if ``strict``, for missing and superfluous parameters.
+
+    entries: (parameter, its entries by key), in the dtypes in which they are loaded.
+    stateless: parameters for which the checkpoint has no state.
+    options: the options of the param groups, by index.
+    missing, superfluous, without_state: see LoadReport.
     """
 
     def __init__(
@@ -522,7 +529,9 @@ class StateMatching:
         }
 
     def _check_groups_are_alike(self) -> None:
-        """Raises LoadError for a parameter whose entries differ in kind from those of most parameters of its group."""
+        """Raises LoadError for a parameter whose entries differ in kind from the entries of most parameters of its
+        group.
+        """
         counts: dict[int, collections.Counter[tuple[tuple[str, str], ...]]] = collections.defaultdict(
             collections.Counter
         )

@@ -72,9 +72,9 @@ def load_optimizer_state(
     source: ``{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}``, the result of
         ``get_optimizer_state_dict`` with ``full_state_dict=True``; names as in :func:`load_full_tensors`.
     strict: False leaves state that the source lacks unchanged, and skips state that the optimizer does not have.
-    dtype: for floating-point tensors whose dtype is not their parameter's, with which torch's optimizers cannot
-        compute. ``keep``: raise an error. ``cast``: cast them to the parameter's dtype. ``source``: load them as they
-        are.
+    dtype: the rule for floating-point tensors whose dtype differs from their parameter's, with which torch's optimizers
+        cannot compute. ``keep``: raise an error. ``cast``: cast them to the parameter's dtype. ``source``: load them as
+        they are.
     whole: keys of the state whose tensors the optimizer keeps whole, the same on each rank, as a Muon that gathers its
         gradients does. It is needed only for an optimizer that is not torch's and has made no step yet; otherwise the
         optimizer's own state shows it, and torch's optimizers have no such keys. ``()``: all are divided like their
@@ -173,7 +173,10 @@ class _NewState:
     def __init__(
         self, optimizer: torch.optim.Optimizer, matching: StateMatching, forms: StateForms, whole: Whole
     ) -> None:
-        """Makes the state without its values. whole: the layout of tensors that are whole on each rank."""
+        """Makes the state without its values.
+
+        whole: the layout of tensors that are whole on each rank.
+        """
         self._optimizer = optimizer
         self._matching = matching
         self._forms, self._whole = forms, whole

@@ -17,7 +17,8 @@ class LoadReport:
     """Report of a load, the same on every rank.
 
     loaded: the number of tensors that were written.
-    checked: the number of them that were compared with the sums that :func:`save_full_tensors` wrote beside the files.
+    checked: the number of written tensors that were compared with the checksums that :func:`save_full_tensors` wrote
+        next to the files.
     missing: the model's names of tensors that the source does not have; they are unchanged.
     superfluous: names in the source that the model does not have.
     extra_states: names of the results of the model's ``get_extra_state`` methods, which no load sets, even if the

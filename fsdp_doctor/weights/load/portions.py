@@ -22,7 +22,10 @@ _LONGEST_GAP = 64 << 10
 
 
 class InFile(Portion):
-    """Part of a tensor in a file. stretches: the part's bytes in the file."""
+    """Part of a tensor in a file.
+
+    stretches: the part's bytes in the file.
+    """
 
     def __init__(self, file: SafetensorsFile, stretches: list[Stretches]) -> None:
         self._file, self._stretches = file, stretches
@@ -61,7 +64,7 @@ class InFile(Portion):
 
 
 class Cast(Portion):
-    """Part that is cast in pieces while it is read, so that no whole second copy of it exists."""
+    """Part that is cast in pieces while it is read, so that there is never a second whole copy."""
 
     def __init__(self, source: Portion, dtype: torch.dtype, to: torch.dtype) -> None:
         self._source, self._dtype, self._to = source, dtype, to
@@ -102,10 +105,10 @@ def compute_checksum(source: Portion) -> int:
 
 
 class Destination:
-    """Memory for this rank's part of a tensor, which may be written in any pieces.
+    """Memory for this rank's part of a tensor. The part may be written in any pieces.
 
-    memory: 1-D bytes: the shard itself, or, if its elements are not contiguous, a buffer that ``complete`` copies into
-    the shard.
+    memory: the memory as 1-D bytes. This is the shard itself or, if the shard's elements are not contiguous, a buffer
+    that ``complete`` copies into the shard.
     """
 
     def __init__(self, target: Target) -> None:
@@ -129,7 +132,7 @@ class Destination:
 
 
 class LocalParts:
-    """Writes this rank's parts of full tensors that it has or can read itself."""
+    """Writes this rank's parts of full tensors that this rank has or can read."""
 
     def __init__(self, copies: HostCopies, streams: Streams) -> None:
         self._rank = dist.get_rank()
@@ -172,7 +175,7 @@ def _make_portion_of_memory(full: torch.Tensor, layout: Layout, part: LocalPart,
 
 
 def _read_into_memory(source: Portion, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """Returns bytes of the portion in memory, 1-D: all, or ``nbytes`` from ``start`` on."""
+    """Returns the portion's bytes in memory, 1-D: all bytes, or ``nbytes`` from ``start`` on."""
     length = source.nbytes - start if nbytes is None else nbytes
     if source.memory is not None:
         return source.memory[start : start + length]

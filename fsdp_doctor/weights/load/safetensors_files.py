@@ -47,7 +47,7 @@ class SafetensorsFile:
     def check_unchanged(self) -> None:
         """Raises LoadError if the file was written to or replaced since it was opened.
 
-        A removed file raises no error, since all bytes that were read are of one version.
+        A removed file raises no error, because all bytes that were read are from one version.
         """
         if self._file.has_changed():
             raise LoadError(
@@ -58,7 +58,10 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Full tensor in a file. begin: the offset of its first byte."""
+    """Full tensor in a file.
+
+    begin: the offset of the tensor's first byte.
+    """
 
     file: SafetensorsFile
     begin: int

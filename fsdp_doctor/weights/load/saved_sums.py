@@ -36,7 +36,7 @@ class _Expected(NamedTuple):
 
 
 def find_share(ranks: Sequence[int], world_size: int) -> Share:
-    """Divides the files among the ranks of a node, by torchrun's numbers, since each node may have files of its own.
+    """Divides the files among the ranks of a node, by torchrun's numbers, because each node may have separate files.
 
     If the numbers are unknown, or not all ranks load, each rank compares all files.
     """

@@ -34,7 +34,8 @@ _MOST_SAMPLES = 128
 class LoadSource:
     """Source of the load on one rank.
 
-    kind: None if this rank has no source. tensors: by name; empty for an iterator, whose tensors are in ``items``.
+    kind: the kind of source; None if this rank has no source.
+    tensors: the tensors by name; empty for an iterator, whose tensors are in ``items``.
     ignored: names of items to skip.
     """
 
@@ -50,7 +51,9 @@ class LoadSource:
 
     @property
     def makes_values(self) -> bool:
-        """True if a mapping may make a tensor anew at each access, so that not all of them may be kept."""
+        """True if a mapping may make a tensor anew at each access, so that all tensors together may be too large to
+        keep.
+        """
         return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def read_items(self) -> Iterator[tuple[str, Value]]:
@@ -63,11 +66,11 @@ class LoadSource:
                 yield item[0], item[1]
 
     def digest_files(self) -> tuple[str, str]:
-        """Returns two digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of
-        some tensors.
+        """Returns digests of the tensors in files: one of all names, shapes and dtypes, and one of bytes in the middle
+        of some tensors.
 
-        The second digest detects an older checkpoint with the same names and shapes, which a node with its own disk may
-        have.
+        The second digest detects an older checkpoint with the same names and shapes, which a node with a separate disk
+        may have.
         """
         tensors = dict(sorted(self.file_tensors.items()))
         described, sampled = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
@@ -95,7 +98,8 @@ def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str
     """Opens the source that a caller gave.
 
     is_first: whether this is rank 0 of the load, on which an empty mapping counts as a source; on other ranks it counts
-    as no source. ignored: names of items to skip, whatever they are.
+        as no source.
+    ignored: names of items to skip, whatever they are.
     """
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
         return LoadSource(kind=None)

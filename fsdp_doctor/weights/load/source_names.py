@@ -21,7 +21,10 @@ _MOST_NAMES = 10
 
 
 class SourceNames:
-    """Names of the tensors in one load's source. If ``names`` is ``auto``, those that this rank's source has."""
+    """Names of the tensors in the source of one load.
+
+    If ``names`` is ``auto``, the names of this rank's source decide.
+    """
 
     def __init__(self, names: Names, model: nn.Module, targets: Sequence[Target], source: LoadSource) -> None:
         self._model = model
@@ -91,7 +94,7 @@ class SourceNames:
 
 
 def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | None:
-    """Makes a target of a part of a target; returns None if this rank's elements of the part are no slice of its
+    """Makes a target of a part of a target; returns None if this rank's elements of the part are not a slice of its
     shard.
     """
     if view.is_whole(target.shape):

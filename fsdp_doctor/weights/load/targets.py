@@ -40,9 +40,10 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 class Target:
     """Tensor to be filled.
 
-    names: all of its names, any of which the source may have. shape, dtype: those of the full tensor. shard: returns
-    this rank's part in place, with as many elements as the layout says; it first gives memory to a part on the meta
-    device.
+    names: all names of the tensor, any of which the source may have.
+    shape, dtype: the shape and dtype of the full tensor.
+    shard: a function that returns this rank's part in place, with as many elements as the layout says. It first gives
+        memory to a part on the meta device.
     """
 
     names: tuple[str, ...]
@@ -56,10 +57,12 @@ class Target:
 class ModelPlace:
     """Ranks and devices of a model.
 
-    ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load. known_group: an existing
-    group of exactly these ranks, or None. device: the device on which this rank communicates. meshes: the meshes of all
-    ranks. partial: names of tensors on a mesh of some of the ranks that is no submesh of a mesh of all ranks, so that
-    rank 0 does not know how they are divided.
+    ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load.
+    known_group: an existing group of exactly these ranks, or None.
+    device: the device on which this rank communicates.
+    meshes: the meshes of all ranks.
+    partial: names of tensors on a mesh of some of the ranks that is not a submesh of a mesh of all ranks, so that rank
+        0 does not know how they are divided.
     """
 
     ranks: tuple[int, ...]
@@ -116,7 +119,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
 
 @defer_garbage_collection
 def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
-    """Lists each parameter and persistent buffer once, in the order of the model; those in FSDP1 units come first."""
+    """Lists each parameter and persistent buffer once, in the order of the model, but those in FSDP1 units first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
             f"FSDP2 does not compute with the model's present {join_some(unused)}: another parameter was assigned "
@@ -137,7 +140,9 @@ def describe_targets(targets: Sequence[Target]) -> list[str]:
 
 
 def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
-    """Makes the comparison that finds different tensors under one name on groups of ranks, which no load can write."""
+    """Makes the comparison that finds different tensors under one name on groups of ranks. No load can write such
+    tensors.
+    """
     return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
 
 
@@ -176,11 +181,11 @@ def match_transient_values(
 
 
 def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a tensor on the meta device the memory of another; the tensor stays the same object with the same
+    """Gives a tensor on the meta device the memory of another tensor. It stays the same object with the same
     attributes.
 
-    An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow it
-    because something else, such as a graph, refers to the tensor.
+    An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow
+    this because something else, such as a graph, refers to the tensor.
     """
     new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
     new.__class__ = type(tensor)

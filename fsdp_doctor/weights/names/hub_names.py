@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
-"""``model``: the model's own names. ``hub``: the names in files of ``save_pretrained``. ``auto``: whichever of the two
-fit. Or a mapping in the form of :func:`read_hub_view`."""
+"""``model``: the model's own names. ``hub``: the names in files of ``save_pretrained``. ``auto``:
+the names that fit. Or a mapping in the form of :func:`read_hub_view`."""
 
 _MOST_NAMES = 10
 
@@ -52,9 +52,9 @@ class ModelClassUnknown(HubNamesUnknown):
 
 @dataclass(frozen=True, eq=False)
 class HubNames:
-    """Names other than the model's own.
+    """Names that differ from the model's own names.
 
-    views: for each name, the part of a tensor of the model that it stands for.
+    views: for each name, the part of a tensor of the model that the name stands for.
     """
 
     views: Mapping[str, TensorView]
@@ -101,9 +101,11 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
     """Returns the result of :func:`read_hub_view` for a model of which only the configuration is given, without equal
     parts.
 
-    config: a directory with a ``config.json``, or the name of a model on the Hub. The model is built on the meta
-    device; without ``architectures`` its class is that of ``AutoModelForCausalLM``. Raises ModelClassUnknown
-    (HubNamesUnknown) if the model is none of transformers, and what :func:`read_hub_view` raises.
+    The model is built on the meta device; without ``architectures`` its class is that of ``AutoModelForCausalLM``.
+    Raises ModelClassUnknown (HubNamesUnknown) if the model is not a model of transformers, and the errors of
+    :func:`read_hub_view`.
+
+    config: a directory with a ``config.json``, or the name of a model on the Hub.
     """
     model = _build_on_meta(config)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -201,7 +203,7 @@ def check_names(names: Names) -> None:
 
 @disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
-    """Does the work of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
+    """Makes the result of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors differ from the Hub's tensors of the base model")

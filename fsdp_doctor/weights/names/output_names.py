@@ -1,4 +1,4 @@
-"""Names under which tensors are handed out: the model's, or the Hub's, of which a fused tensor has several."""
+"""Names under which tensors are yielded: the model's, or the Hub's. A fused tensor has several names of the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fsdp_doctor.weights.transport.sources import TensorSpec
 
 
 class OutputNames:
-    """Names under which one call hands out tensors. hub: None for the model's names."""
+    """Names under which one call yields tensors.
+
+    hub: the Hub's names; None to use the model's names.
+    """
 
     def __init__(self, hub: HubNames | None = None) -> None:
         self._hub = hub
@@ -24,9 +27,7 @@ class OutputNames:
         return f"names={self._hub.digest if self._hub is not None else 'model'}"
 
     def list_parts(self, spec: TensorSpec) -> list[tuple[TensorSpec, TensorView | None]]:
-        """Lists the parts of a tensor that are handed out, each with its view; the view is None for the whole
-        tensor.
-        """
+        """Lists the parts of a tensor that are yielded, each with its view; the view is None for the whole tensor."""
         if self._hub is None:
             return [(spec, None)]
         if spec.names not in self._parts:

@@ -1,4 +1,4 @@
-"""Views of tensors: a tensor as a box of another tensor's indices, of which a rank's shard holds a smaller box."""
+"""Views of tensors: a tensor as a box of another tensor's indices. A rank's shard holds a smaller box inside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 10
 
 
 class NamesError(ValueError):
-    """Error for names that a model's tensors cannot be given; the message says which, and why."""
+    """Error for names that a model's tensors cannot be given. The message says which names, and why."""
 
 
 class TensorView(NamedTuple):
@@ -48,8 +48,8 @@ class TensorView(NamedTuple):
 class Box:
     """Box of a tensor's indices that a view covers: ``[begin, begin + length)`` along each dim.
 
-    dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1. None if the view has other dims
-    than the tensor; its elements are then in the tensor's order.
+    dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1; None if the view has other dims
+    than the tensor. Its elements are then in the tensor's order.
     """
 
     begins: tuple[int, ...]

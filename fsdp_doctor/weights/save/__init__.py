@@ -2,7 +2,7 @@
 
 full_save        save_full_tensors: one save from its arguments to its report
 optimizer_save   save_optimizer_state
-ranks            which ranks take part, which rank writes tensors that several hold, and what each has written
+ranks            the ranks that take part, the rank that writes a tensor held by several ranks, and the written amounts
 regions          where the elements of a shard belong in a file
 writing          a rank's writes: staging, threads, checksums
 directory        unfinished files, and how they get their final names

@@ -49,8 +49,9 @@ class SaveError(RuntimeError):
 class SaveDirectory:
     """Directory of a save, as one rank uses it.
 
-    ranks: the ranks that take part; the first one prepares the directory and gives the files their names. store: the
-    job's store, through which the first ranks of several models see each other; None without a process group.
+    ranks: the ranks that take part; the first one prepares the directory and gives the files their names.
+    store: the job's store, through which the first ranks of several models see each other; None without a process
+        group.
     """
 
     def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int, store: dist.Store | None) -> None:
@@ -190,9 +191,10 @@ class SaveDirectory:
     def commit(self, files: Collection[str], last: Sequence[str]) -> None:
         """Gives the files their final names; called by the first rank only.
 
-        last: the files without which a checkpoint does not look complete, in order. Raises SaveError for an error of
-        the file system; the former checkpoint is then moved back, or the message says where it is. New files are not
-        removed.
+        last: the files that get their names at the end, in order, because a checkpoint without them looks incomplete.
+
+        Raises SaveError for an error of the file system. In this case the former checkpoint is moved back, or the
+        message says where it is. New files are not removed.
         """
         self._removed_by = "none"
         commit = _Commit(self.path, self.partial, (), (*files, *last), bool(self._replaced), len(last))
@@ -265,7 +267,10 @@ class SaveDirectory:
 
 
 def _get_order(name: str) -> tuple[bool, str]:
-    """Returns the sort key by which a former checkpoint is moved: first the files that make the rest look complete."""
+    """Returns the sort key for moving a former checkpoint, which puts the marker and index files first.
+
+    If one of these files is absent, the checkpoint looks incomplete.
+    """
     return name != MARKER and not name.endswith(".index.json"), name
 
 
@@ -273,9 +278,10 @@ def _get_order(name: str) -> tuple[bool, str]:
 class _Commit:
     """Moves that give the new files their names.
 
-    former: the names of existing files, in the order in which they are moved into the folder ``aside``. new: the names
-    of new files, in order. num_last: the number of files at the end of ``new`` that are moved only when all earlier
-    names are on the disk. replaces: whether the existing files are a checkpoint.
+    former: the names of existing files, in the order in which they are moved into the folder ``aside``.
+    new: the names of new files, in order.
+    num_last: the number of files at the end of ``new`` that are moved only when all earlier names are on the disk.
+    replaces: whether the existing files are a checkpoint.
     """
 
     path: pathlib.Path

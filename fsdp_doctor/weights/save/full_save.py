@@ -64,10 +64,12 @@ _INDEX = "model.safetensors.index.json"
 class SaveReport:
     """The result of a save, the same on every rank except for ``num_written``.
 
-    files: the names of the weight files. num_bytes: bytes that all ranks wrote. num_written: bytes that this rank
-    wrote. differing_buffers: persistent buffers whose values differ between the ranks; the files have one rank's
-    values. extra_states: names of what the model's ``get_extra_state`` methods return; it is not a tensor, and is not
-    saved.
+    files: the names of the weight files.
+    num_bytes: the number of bytes that all ranks wrote.
+    num_written: the number of bytes that this rank wrote.
+    differing_buffers: persistent buffers whose values differ between the ranks; the files have one rank's values.
+    extra_states: names of the results of the model's ``get_extra_state`` methods, which are not tensors and are not
+        saved.
     """
 
     files: tuple[str, ...]
@@ -97,37 +99,38 @@ def save_full_tensors(
     Every rank of the model's mesh must call it with the same arguments; for a model that is not sharded, every rank of
     the default group. The directory must be in a file system that all ranks share. No tensor is gathered: each rank
     writes its own rows at their places in the files. Under HSDP the replicas divide the rows between them, and the
-    first rank writes what is whole on all ranks, such as buffers. LoRA adapters are merged, out of place. No step may
-    run during the save. When the call returns, everything is on the disk, on every rank.
+    first rank writes the tensors that are whole on all ranks, such as buffers. LoRA adapters are merged, out of place.
+    No step may run during the save. When the call returns, everything is on the disk, on every rank.
 
     The save is all or nothing. The files are in a hidden folder of the directory until the last byte of the last rank
-    is on the disk. Then they get their names, after them the index, and last the marker ``fsdp-doctor.json``. It holds
-    checksums of what each rank had in memory; ``fsdp-doctor checkpoint verify`` compares the files with them. If a rank
-    raises or dies, every rank raises, and the directory stays as it was. While the files get their names, the former
-    checkpoint is in a second hidden folder. An error at that moment moves it back, leaves the new files, which are
-    complete, in their folder, and says where each is. After a death at that moment, the next save moves it back.
+    is on the disk. After that, the weight files get their names, then the index, and last the marker
+    ``fsdp-doctor.json``. The marker has checksums of the tensors in each rank's memory, with which ``fsdp-doctor
+    checkpoint verify`` compares the files. If a rank raises or dies, every rank raises, and the directory stays as it
+    was. While the files get their names, the former checkpoint is in a second hidden folder. An error at that moment
+    moves the former checkpoint back, leaves the complete new files in their folder, and says where both are. If a
+    process dies at that moment, the next save moves the former checkpoint back.
 
     Device memory: 16 MiB if shards on the device are cast. If adapters are merged: all adapters, and two buckets of 64
-    MiB, or one bucket and the largest shard. A copy of each part that has a name of the Hub and does not lie in one
-    piece in the shard. Host memory: 56 MiB, pinned if shards are on an accelerator.
+    MiB, or one bucket and the largest shard. If a part with a name of the Hub does not lie in one piece in the shard: a
+    copy of the part. Host memory: 56 MiB, pinned if shards are on an accelerator.
 
     model: see :func:`full_tensors`; on any device, under any offload.
     names, dtype, keep_dtype, experts, tensors: see :func:`full_tensors`; ``names`` has another default. A tied tensor
         is saved under its first name, and under each name that the config of transformers does not tie.
     step: the training step; it is written into the marker.
-    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. There are more files
-        than this asks for if ranks that write to one file would wait for one another.
-    overwrite: replaces the weights in the directory once all new files are complete, and removes the old ones when the
-        new ones have their names; other files stay. Refused if other ranks of this job, such as a critic or a pipeline
-        stage, have saved into the directory since the process group was made, and their files are still there. Two
-        models on the same ranks, and two jobs, look like one model that is saved again: give each a directory of its
-        own.
+    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. More files are
+        made if ranks that write to one file would have to wait for each other.
+    overwrite: whether to replace the weights in the directory. The old files are removed when the new files are
+        complete and have their names; other files stay. A save is refused if other ranks of this job, such as a critic
+        or a pipeline stage, have saved into the directory since the process group was made, and their files still
+        exist. Two models on the same ranks, or two jobs, cannot be told apart from one model that is saved again: give
+        each model a separate directory.
 
-    Raises SaveError on every rank: for a directory that has weights, holds those of other ranks of the job, is in use
-    by another save, cannot be made, is not the same for all ranks, or has too little room, which is found before
-    anything is written; for what safetensors cannot hold; if files cannot be given their names; and, with its number,
-    if another rank fails. A rank that gets an OSError before that raises it. Warns BuffersDiffer at each save if
-    buffers differ between the ranks. Other errors: see :func:`full_tensors`.
+    Raises SaveError on every rank: for a directory that has weights of this or of other ranks of the job, is in use
+    by another save, cannot be made, is not the same for all ranks, or has too little room, which is checked before
+    anything is written; for tensors that safetensors cannot store; if files cannot be given their names; and if another
+    rank fails, with the number of this rank. A rank that gets an OSError earlier raises the OSError. Warns
+    BuffersDiffer at each save if buffers differ between the ranks. Other errors: see :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
@@ -191,8 +194,8 @@ def save_full_tensors(
 class _Plan:
     """Plan of a save.
 
-    tensors: the tensors by their names in the files. saved_names: for each tensor, by its first name, its names in the
-    files.
+    tensors: the tensors by their names in the files.
+    saved_names: by the first name of each tensor, all its names in the files.
     """
 
     files: list[HubFile]

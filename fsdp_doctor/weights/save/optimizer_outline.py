@@ -31,8 +31,9 @@ REMEDY = "save the optimizer's own state_dict() on each rank instead, for as man
 class RankEntry:
     """Entry of a parameter's state on one rank.
 
-    dtype: None unless the entry is a tensor. value: a single value, on the host. digest: a digest of the values, for a
-    tensor that may be whole.
+    dtype: the dtype of a tensor; None for another value.
+    value: a single value, on the host.
+    digest: a digest of the values, for a tensor that may be whole.
     """
 
     form: StateForm
@@ -43,7 +44,10 @@ class RankEntry:
 
 @dataclass
 class RankOutline:
-    """State of one rank, by parameter and key. lacking: parameters of which the rank holds elements, but no state."""
+    """State of one rank, by parameter and key.
+
+    lacking: parameters of which the rank holds elements, but no state.
+    """
 
     entries: dict[str, dict[str, RankEntry]] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
@@ -52,7 +56,8 @@ class RankOutline:
 class SavedEntry(NamedTuple):
     """Entry of the full state.
 
-    form: SINGLE, SHARD or WHOLE. writer: the rank that writes an entry that is not divided.
+    form: the form of the tensor: SINGLE, SHARD or WHOLE.
+    writer: the rank that writes an entry that is not divided.
     """
 
     form: StateForm
@@ -136,7 +141,7 @@ def _read_entry(parameter: OptimizerParameter, key: str, value: Any) -> RankEntr
 def merge_outlines(outlines: Mapping[int, RankOutline]) -> SavedEntries:
     """Determines the form and the writer of each tensor. Raises SaveError if the ranks' parts do not make a full state.
 
-    outlines: by rank.
+    outlines: the outline of each rank.
     """
     merged: SavedEntries = {}
     turns = itertools.count()
@@ -194,7 +199,7 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
 def _describe(entry: RankEntry) -> str:
     """Describes the facts of an entry that must be the same on all ranks.
 
-    They are the dtype and, for a tensor of one element, its value; two NaNs count as equal.
+    These are the dtype and, for a tensor of one element, its value; two NaNs count as equal.
     """
     if entry.form is not StateForm.SINGLE:
         return f"a tensor of {entry.dtype}"

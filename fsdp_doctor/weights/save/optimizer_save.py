@@ -82,8 +82,9 @@ def save_optimizer_state(
     single value, which must be the same on all ranks. Options of the param groups that are tensors, such as a learning
     rate or betas, are saved as numbers.
 
-    model, optimizer, experts: see :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes. overwrite:
-    replaces an ``optimizer.pt``, unless other ranks of this job have saved it; see :func:`save_full_tensors`.
+    model, optimizer, experts: see :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes.
+    overwrite: whether to replace an ``optimizer.pt``; refused if other ranks of this job have saved it; see
+        :func:`save_full_tensors`.
 
     Raises SaveError in the cases of :func:`save_full_tensors`; for a model that is not sharded; for an optimizer whose
     parameters are not the model's; for ranks whose state differs in more than its shards; and, with its name, for state

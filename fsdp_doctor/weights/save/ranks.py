@@ -112,7 +112,10 @@ class RankPlace:
 
 
 class _RankSums(NamedTuple):
-    """Summary of a rank's writes. sums: for each tensor, this rank's part of the CRC."""
+    """Summary of a rank's writes.
+
+    sums: for each tensor, this rank's part of the CRC.
+    """
 
     num_bytes: int
     sums: dict[str, LinearCrc]

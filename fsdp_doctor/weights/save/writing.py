@@ -27,7 +27,7 @@ MOST_THREADS = 6
 class Turn(NamedTuple):
     """The chunks that this rank writes of a tensor that several ranks hold.
 
-    They are every ``num_ranks``-th chunk, beginning with ``first``; none if ``first`` is not below ``num_ranks``.
+    These are every ``num_ranks``-th chunk, beginning with ``first``; none if ``first`` is not below ``num_ranks``.
     """
 
     first: int
@@ -35,7 +35,11 @@ class Turn(NamedTuple):
 
 
 class TensorInFile(NamedTuple):
-    """Whole tensor in a file. number: the number of the file. begin: the tensor's first byte in it."""
+    """Whole tensor in a file.
+
+    number: the number of the file.
+    begin: the offset of the tensor's first byte in the file.
+    """
 
     name: str
     number: int
@@ -55,8 +59,10 @@ _Chunks: TypeAlias = Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]
 class Writer:
     """Writer of this rank's shards into existing files.
 
-    device: the device of the shards. sums: for each tensor, this rank's part of its CRC. Host memory: one chunk for
-    each thread and one more; pinned for shards on an accelerator.
+    Host memory: one chunk for each thread and one more, pinned for shards on an accelerator.
+
+    device: the device of the shards.
+    sums: for each tensor, this rank's part of its CRC.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], device: torch.device) -> None:
@@ -77,8 +83,10 @@ class Writer:
     def write(self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn) -> None:
         """Begins to write this rank's part of a tensor. Raises the error of an earlier write.
 
-        Chunks of several tensors take turns, since threads that write to one file wait for each other. shard: on any
-        device, in any dtype. The caller may drop its reference, but the values must not change until ``finish``.
+        Chunks of several tensors take turns, because threads that write to one file wait for each other. The caller may
+        drop its reference to the shard, but the values must not change until ``finish``.
+
+        shard: the part, on any device and in any dtype.
         """
         self._begun.append(self._list_chunks(target, shard, place, turn))
         while len(self._begun) > self._num_threads:

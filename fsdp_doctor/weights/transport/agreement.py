@@ -1,11 +1,11 @@
-"""Agreement of the ranks, over the process group's store, about what is extracted or loaded, and about ranks that
+"""Agreement of the ranks, over the process group's store, about the extracted or loaded tensors, and about ranks that
 leave.
 
-Before the first collective each rank compares its plan with the others'. Then each rank promises a number of buckets,
-twice as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves announces this
-before the next promise, so that the other ranks raise instead of waiting in a collective. The store is used O(log)
-times in the number of buckets. A store is used because a group may have only NCCL, whose collectives cannot be
-cancelled once they are launched.
+Before the first collective each rank compares its plan with the others'. After that, each rank promises to take part in
+the collectives of a number of buckets, even if it fails meanwhile. Each promise covers twice as many buckets as the one
+before. A rank that leaves announces this before the next promise, so that the other ranks raise instead of waiting in a
+collective. The store is used O(log) times in the number of buckets. A store is used because a group may have only NCCL,
+whose collectives cannot be cancelled once they are launched.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class PlanMismatch(RuntimeError):
 class _Keys:
     """Keys in the store.
 
-    read: keys that every rank has read. unread: keys that some ranks may not have read until all reach the next stage.
+    read: keys that every rank has read.
+    unread: keys that some ranks may not have read until all reach the next stage.
     """
 
     read: list[str] = field(default_factory=list)
@@ -90,7 +91,7 @@ class ComparedPlan:
     def number(self) -> int:
         """Even number of 30 bits, computed from the lines.
 
-        Different plans share it with a probability of one in 500 million.
+        Two different plans have the same number with a probability of one in 500 million.
         """
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
@@ -99,9 +100,10 @@ class ComparedPlan:
 class Agreement:
     """Agreement over one extraction, load or save.
 
-    ranks: all ranks that take part; each must make an agreement. speaker: the rank whose message all ranks get at each
-    stage; None if there are no messages. watch: called while this rank waits for others; returns a sentence about a
-    rank that will not come, or an empty text.
+    ranks: all ranks that take part; each must make an agreement.
+    speaker: the rank whose message all ranks get at each stage; None if there are no messages.
+    watch: a function that is called while this rank waits for others; it returns a sentence about a rank that will not
+        come, or an empty text.
     """
 
     def __init__(
@@ -129,9 +131,11 @@ class Agreement:
             self._store = connect(private.find_default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
-        """Sets the plan that the ranks compare before the first bucket; it is computed while shards are being loaded.
+        """Sets the plan that the ranks compare before the first bucket. The plan is computed while shards are being
+        loaded.
 
-        comparison: further checks, made after the plans turned out to be equal, if any rank still has to make them.
+        comparison: further checks, which are made after the plans turned out to be equal, if any rank still has to make
+        them.
         """
         self._plan = plan
         self._comparison = comparison
@@ -146,9 +150,11 @@ class Agreement:
         return num_left if self._over else min(self._buckets + 1, num_left)
 
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
-        """Returns how many buckets every rank has promised to launch, whatever happens to it: ``num_buckets`` or 1.
+        """Returns the number of buckets that every rank has promised to launch in any case: ``num_buckets`` or 1.
 
-        one_only: this rank promises only one. Raises RankLeft or PlanMismatch.
+        Raises RankLeft or PlanMismatch.
+
+        one_only: whether this rank promises only one bucket.
         """
         if self._over:
             return num_buckets
@@ -163,7 +169,8 @@ class Agreement:
         return promised
 
     def proceed(self, message: str = "") -> str:
-        """Waits until every rank has come to this bucket with the same plan. Returns the speaker's message.
+        """Waits until every rank has reached this bucket with the same plan. Returns the message of the
+        agreement's ``speaker``.
 
         Raises RankLeft or PlanMismatch.
         """
@@ -215,7 +222,7 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Returns whether the thread that came to the first stage is another one and still alive."""
+        """Returns whether the agreement began in another thread that is still alive."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
@@ -260,7 +267,7 @@ class Agreement:
     def _come_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
         """Comes to the next stage. Returns the answer of the last rank to come.
 
-        The answer is that rank's conclusion, or says whether any rank promised only one bucket.
+        The answer is the conclusion of this last rank, or says whether any rank promised only one bucket.
         """
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
@@ -420,10 +427,10 @@ _connections = threading.local()
 
 
 def connect(store: dist.Store) -> dist.Store:
-    """Returns this thread's connection to the store, so that a thread that waits does not block others, such as
-    torch's.
+    """Returns a connection of this thread to the store, so that a waiting thread does not block other threads.
 
-    If the store cannot be cloned, which holds for some kinds, and for all before torch 2.7, returns the store itself.
+    torch has threads that use the store, too. Some kinds of stores cannot be cloned, and before torch 2.7 none can; in
+    these cases the store itself is returned.
     """
     if getattr(_connections, "store", None) is not store:
         # One that is gone would be waited for.
@@ -440,8 +447,8 @@ def connect(store: dist.Store) -> dist.Store:
 def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
     """Calls a C++ function that waits, so that Ctrl-C interrupts it.
 
-    Python runs signal handlers in the main thread only. In the main thread, the function is therefore called in another
-    thread, which goes on after an interrupt. If no thread can be started, it is called directly.
+    Python runs signal handlers only in the main thread. In the main thread, the function is therefore called in another
+    thread, which continues after an interrupt. If no thread can be started, the function is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return wait()

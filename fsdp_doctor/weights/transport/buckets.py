@@ -35,12 +35,12 @@ _MOST_TIMES = 4
 class Bucket:
     """Transfers that are loaded and gathered together.
 
-    gathered_bytes: the device memory that the bucket takes until its tensors are handed out
-    copied_bytes: the bytes of its tensors that are copied at once
-    end: the position, in the order of the tensors, at which the next bucket begins; a bucket may also gather small
-        tensors from behind that position
-    last_bytes: the size of the last tensor before ``end``
-    early_bytes: the size of the tensors behind ``end`` that the bucket gathers
+    gathered_bytes: the device memory that the bucket takes until its tensors are yielded.
+    copied_bytes: the bytes of the tensors that are copied at once.
+    end: the position, in the order of the tensors, at which the next bucket begins. A bucket may also gather small
+        tensors after that position.
+    last_bytes: the size of the last tensor before ``end``.
+    early_bytes: the size of the gathered tensors after ``end``.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Bucket:
 
     @functools.cached_property
     def held_bytes(self) -> int:
-        """Device memory, in bytes, that the bucket holds after its collectives, until its tensors are handed out."""
+        """Device memory, in bytes, that the bucket holds after its collectives, until its tensors are yielded."""
         return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class _OpenBucket:
     def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
         """Completes the bucket.
 
-        early: the orders of small tensors that were gathered and wait to be handed out; updated in place.
+        early: the orders of small tensors that were gathered and are not yielded yet; updated in place.
         """
         bucket = self.bucket
         early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))
@@ -112,11 +112,13 @@ class _OpenBucket:
 def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
     """Returns the device memory that buckets and the caller's last tensor may take together.
 
-    sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, every other tensor a
-    list of its own. The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor;
-    two tensors that follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger
-    than a bucket, and most of the model is in tensors of at least half its size (fused experts), the largest tensor is
-    added once more, so that the next one can be loaded while the caller has the last.
+    The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor; two tensors that
+    follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger than a bucket, and
+    most of the model is in tensors of at least half its size (fused experts), the size of the largest tensor is added
+    again. The next such tensor can then be loaded while the caller has the last one.
+
+    sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, and every other
+    tensor forms a separate list.
     """
     every = list(itertools.chain.from_iterable(sizes))
     largest = max(every, default=0)
@@ -158,11 +160,11 @@ class Division:
         return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
-        """Makes buckets of at most ``bucket_bytes`` each; a larger tensor has a bucket of its own, and the last ones
+        """Makes buckets of at most ``bucket_bytes`` each; a larger tensor has a separate bucket, and the last buckets
         are smaller.
 
-        If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, since the largest tensor needs
-        that memory in any case. A part of an FSDP1 unit is a bucket of its own, in addition to the tensors that earlier
+        If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, because the largest tensor needs
+        that memory in any case. A part of an FSDP1 unit is a separate bucket, in addition to the tensors that earlier
         parts began.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes

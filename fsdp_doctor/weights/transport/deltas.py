@@ -11,7 +11,7 @@ import torch
 class Delta:
     """Contribution of one adapter to one weight: ``scaling * B @ A``, or its transpose.
 
-    a: (r, in), b: (out, r), both whole and on the device.
+    a, b: the factors, of shape (r, in) and (out, r), both whole and on the device.
     """
 
     a: torch.Tensor

@@ -1,10 +1,11 @@
-"""Copies portions of tensors; threads read those in pageable memory and files.
+"""Copies portions of tensors. Portions in pageable memory and in files are read by threads.
 
-Copies to the device go through pinned chunks, so that the link does not wait for reads; a thread has two chunks, and
-sends one while it reads into the other. Portions in pinned or device memory are copied by the device alone. A thread's
-job is one chunk, however many tensors share it, because handing over a job costs the host more than reading the tensors
-of most layers. All reads are planned before the first begins, because Python code in one thread slows the reads of the
-others. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the caller's thread reads.
+Copies to the device go through pinned chunks, so that the link does not wait for reads. A thread has two chunks, and
+sends one chunk while it reads into the other. Portions in pinned or device memory are copied by the device alone. A
+thread's job is one chunk, however many tensors share it, because handing over a job costs the host more than reading
+the tensors of most layers. All reads are planned before the first read begins, because Python code in one thread slows
+the reads of other threads. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the
+caller's thread reads.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _CHUNKS_OF_A_THREAD = 2
 class Portion(ABC):
     """Part of a tensor, in bytes.
 
-    nbytes: its length. extra_bytes: the size of memory that was allocated only for it. memory: its bytes, 1-D, if they
-    are in memory.
+    nbytes: the length of the part.
+    extra_bytes: the size of memory that was allocated only for this part.
+    memory: the bytes of the part, 1-D, if they are in memory.
     """
 
     nbytes: int
@@ -57,7 +59,10 @@ class InMemory(Portion):
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Piece of a portion, from ``start`` on. place: its place in the chunk, if it goes through a chunk."""
+    """Piece of a portion, from ``start`` on.
+
+    place: the position of the piece in the chunk, if it goes through a chunk.
+    """
 
     portion: Portion
     start: int
@@ -69,7 +74,7 @@ class _Piece:
 class _Batch:
     """Job of a thread: copies to the host, or through a chunk to the device.
 
-    nbytes: the bytes of the chunk that it uses.
+    nbytes: the number of bytes of the chunk that the job uses.
     """
 
     on_host: bool
@@ -117,8 +122,8 @@ class _Submission:
 class HostCopies:
     """Copies from pageable memory into targets of 1-D bytes. The sources must not change until ``finish`` has returned.
 
-    most_threads: the largest number of threads of this rank. chunk_bytes: each thread has two pinned buffers of this
-    size.
+    most_threads: the largest number of threads of this rank.
+    chunk_bytes: the size of a pinned buffer; each thread has two.
     """
 
     def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
@@ -192,7 +197,7 @@ def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """Threads that read: up to ``most``, if the system allows so many. Without any, the caller reads at once."""
+    """Threads that read: up to ``most``, if the system allows so many. Without threads, the caller reads at once."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes
@@ -244,7 +249,8 @@ class _Readers:
 class _Chunks:
     """Chunks of one thread, used in turns.
 
-    With two, the device may read one during a read into the other; one is waited for.
+    With two chunks, the device may read one chunk while the thread reads into the other. With one chunk, the thread
+    waits.
     """
 
     def __init__(self, streams: Streams, nbytes: int) -> None:

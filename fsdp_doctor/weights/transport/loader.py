@@ -22,9 +22,9 @@ _ALIGNMENT = 64
 class Piece:
     """Part of a shard, 1-D, with its place.
 
-    target: 1-D memory on the device, in the dtype that is gathered. source: the part in the shard, of the same length,
-    on any device. name, start: the tensor to which the part belongs, and the part's first element in the flattened
-    tensor.
+    target: 1-D memory on the device, in the dtype that is gathered.
+    source: the part in the shard, of the same length, on any device.
+    name, start: the tensor to which the part belongs, and the part's first element in the flattened tensor.
     """
 
     target: torch.Tensor
@@ -61,7 +61,7 @@ class CastBuffer:
         self.turn = 0
 
     def reserve_half(self, turn: int) -> torch.Tensor:
-        """Returns the next half, which may be loaded in that turn once its earlier contents have been cast."""
+        """Returns the next half. Loads with this turn wait until the earlier contents of the half have been cast."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
             self._streams.begin_loading()
@@ -98,8 +98,10 @@ class Loader:
         """Launches the copies that can be launched now, after all work in the caller's stream.
 
         Does not wait for the device. Threads begin to read pageable memory. The sources are kept as long as the loader;
-        a shard that is not contiguous is first copied on the caller's stream. merged: the tensors to which deltas will
-        be added. copies: (targets, sources) of the same shapes and dtypes, all on the device.
+        a shard that is not contiguous is first copied on the caller's stream.
+
+        merged: the tensors to which deltas will be added.
+        copies: (targets, sources) of the same shapes and dtypes, all on the device.
         """
         turns = _Copies(), _Copies()
         pageable: list[Piece] = []

@@ -54,10 +54,11 @@ class BuffersDiffer(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of tensors on this rank that other groups of ranks may have, too.
+    """Part of tensors on this rank that other groups of ranks may also have.
 
-    names: the first name of a tensor; for an FSDP1 unit, the first name of each of its parameters. place: the part's
-    index among the model's shards. ranks: the ranks that have the tensor together; empty if each rank has all of it.
+    names: the first name of a tensor; for an FSDP1 unit, the first name of each of its parameters.
+    place: the part's index among the model's shards.
+    ranks: the ranks that have the tensor together; empty if each rank has all of it.
     """
 
     names: tuple[str, ...]
@@ -78,8 +79,9 @@ class Conflict:
 class RankGroups:
     """Groups of ranks of one model. It holds no tensor.
 
-    ranks: all ranks of the model, if a mesh has only a part of them; otherwise empty. is_settled: whether the ranks
-    have compared their parts since the model was read. differing: buffers that differed at the last comparison.
+    ranks: all ranks of the model, if a mesh has only a part of them; otherwise empty.
+    is_settled: whether the ranks have compared their parts since the model was read.
+    differing: buffers that differed at the last comparison.
     """
 
     ranks: tuple[int, ...]
@@ -145,7 +147,7 @@ def _relate(
     placements: Sequence[Placement],
     on_whole: Collection[tuple[DeviceMesh, tuple[Placement, ...]]],
 ) -> Relation:
-    """Returns the relation between the tensors that groups of ranks have on meshes like this one.
+    """Returns the relation between the tensors that several groups of ranks have, each group on a mesh like ``mesh``.
 
     on_whole: meshes and placements of the tensors of which all ranks of the model have a part.
     """
@@ -159,7 +161,7 @@ def _relate(
 
 
 def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """Yields the dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
+    """Yields dims of ``whole``. Along these dims, ``mesh`` is this rank's slice of ``whole``, by names and ranks."""
     here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
     for count in range(1, whole.ndim):
         for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():
@@ -172,8 +174,9 @@ def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[i
 class Comparison:
     """Comparison of the ranks' parts, for one call.
 
-    shards: this rank's shards, by their places. compares: the relations whose values are compared. anew: whether to
-    compare even if the ranks have compared before.
+    shards: this rank's shards, by their places.
+    compares: the relations whose values are compared.
+    anew: whether to compare again if the ranks have already compared.
     """
 
     def __init__(

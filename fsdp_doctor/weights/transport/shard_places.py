@@ -20,15 +20,15 @@ class ShardPlace:
     """Place of a shard in the whole tensor.
 
     numel: the number of elements in the shard; 0 if the rank has nothing of the tensor.
-    offset: the index of its first element in the flattened tensor, if its elements are consecutive there; None for a
-        shard that was cut along another dim than the first.
+    offset: the index of the shard's first element in the flattened tensor, if the shard's elements are consecutive
+        there; None for a shard that was cut along another dim than the first.
     stride: the strides of the flattened tensor. They are row-major, except for an FSDP1 parameter that was not
         contiguous when it was wrapped: the offset then counts along ``tensor.as_strided(shape, stride)``.
-    mesh, placements: those of the DTensor; None for FSDP1's flat shards, for tensors that are whole on every rank, and
-        for a part of a fused tensor that has a name of its own on the Hub.
+    mesh, placements: the mesh and the placements of the DTensor; None for FSDP1's flat shards, for tensors that are
+        whole on every rank, and for a part of a fused tensor with a separate name on the Hub.
     group: the group over which FSDP1's flat shard, or a part of a fused tensor, is divided into ranges; None for all
         others.
-    part: for a part of a fused tensor that is divided along other dims, the rank's indices along each dim.
+    part: the rank's indices along each dim, for a part of a fused tensor that is divided along other dims.
     """
 
     numel: int
@@ -48,7 +48,7 @@ class ShardPlace:
         return compute_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of a full tensor that are in the shard: in a DTensor shard's own shape, otherwise
+        """Returns the elements of a full tensor that are in the shard: in the shape of a DTensor's shard, otherwise
         1-D.
         """
         if self.mesh is not None or self.part is not None:
@@ -60,9 +60,10 @@ class ShardPlace:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SourceShard:
-    """Shard of this rank, read where it lies.
+    """Shard of this rank, read from its present memory.
 
-    local: 1-D, in the order of the place. shape: the shape in which the shard is handed out.
+    local: the elements, 1-D, in the order of the place.
+    shape: the shape in which the shard is yielded.
     """
 
     spec: TensorSpec

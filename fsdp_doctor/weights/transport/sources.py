@@ -20,7 +20,8 @@ from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents,
 class ShardGroup:
     """Ranks over which tensors are sharded.
 
-    rank: this rank's index among them. device: the device of the collectives.
+    rank: this rank's index among these ranks.
+    device: the device of the collectives.
     """
 
     group: dist.ProcessGroup
@@ -34,9 +35,9 @@ class ShardGroup:
 # would double the cost. Nothing changes the instances.
 @dataclass(slots=True, eq=False, kw_only=True)
 class TensorSpec:
-    """Description of one full tensor: all of its names, its global shape, its own dtype.
+    """Description of one full tensor: all its names, its global shape, and its dtype.
 
-    form: a description of its form if its values cannot be read, otherwise empty.
+    form: a description of the tensor's form if its values cannot be read, otherwise empty.
     """
 
     names: tuple[str, ...]
@@ -133,8 +134,8 @@ def name_dtype(dtype: torch.dtype) -> str:
 class OutputDtypes:
     """Dtypes in which the tensors are gathered and yielded.
 
-    dtype: the dtype of floating-point tensors; None keeps each tensor's own. keep: patterns of names of tensors that
-    always keep their own dtype.
+    dtype: the dtype of floating-point tensors; None if each tensor keeps its own dtype.
+    keep: patterns of names of tensors that always keep their own dtype.
     """
 
     dtype: torch.dtype | None = None

@@ -57,7 +57,7 @@ class HomeStream:
         self._hand_to(self._find_callers(), tensor)
 
     def hand_out_last(self, tensor: torch.Tensor) -> None:
-        """Hands out the result of the last step of ``run``, to the stream that was current at that step."""
+        """Makes the result of the last step of ``run`` available on the stream that was current at that step."""
         self._hand_to(self._callers, tensor)
 
     def _hand_to(self, callers: Any, tensor: torch.Tensor) -> None:
@@ -80,7 +80,10 @@ class HomeStream:
 
 
 class Streams:
-    """Streams of one extraction. device: the device on which it computes. Events are None on the CPU."""
+    """Streams of one extraction. On the CPU there are no streams, and events are None.
+
+    device: the device on which the extraction computes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,11 +100,14 @@ class Streams:
                 stream.wait_event(event)
 
     def use_loading_stream(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """Enters one of the two loading streams. turn: 0 or 1."""
+        """Enters one of the two loading streams.
+
+        turn: 0 or 1.
+        """
         return self._enter(self._use(self._other_loading if turn else self._loading))
 
     def use_casting_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Enters the casting stream, which then waits for all loads so far."""
+        """Enters the casting stream, and makes it wait for all loads so far."""
         if self._module:
             self._casting.wait_stream(self._loading)
             self._casting.wait_stream(self._other_loading)
@@ -143,12 +149,12 @@ class Streams:
         return self._casting.record_event() if self._module else None
 
     def load_after(self, event: Any, turn: int) -> None:
-        """Makes later loads of that turn wait for the event."""
+        """Makes later loads with the same turn wait for the event."""
         if event is not None:
             (self._other_loading if turn else self._loading).wait_event(event)
 
     def use_gathering_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Enters the gathering stream, which then waits for all loads and casts so far."""
+        """Enters the gathering stream, and makes it wait for all loads and casts so far."""
         if self._module:
             for stream in self._used:
                 self._gathering.wait_stream(stream)
@@ -160,7 +166,9 @@ class Streams:
         return self._gathering.record_event() if self._module else None
 
     def use_watching_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Enters the watching stream, which then waits for all gathers so far; later gathers do not wait for it."""
+        """Enters the watching stream, and makes it wait for all gathers so far. Later gathers do not wait for this
+        stream.
+        """
         if self._module:
             self._watching.wait_stream(self._gathering)
         return self._enter(self._watching)
@@ -194,7 +202,9 @@ def wait_for_device(device: torch.device) -> None:
 
 @functools.cache
 def _make_streams(device: torch.device) -> tuple[Any, ...]:
-    """Returns the same streams every time, because memory that the allocator keeps for one stream serves no other."""
+    """Returns the same streams every time, because the allocator keeps memory for one stream, and no other stream can
+    use it.
+    """
     if device.type == "cpu":
         return (None,) * 5
     module = torch.get_device_module(device.type)

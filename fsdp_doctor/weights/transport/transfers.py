@@ -44,9 +44,9 @@ from fsdp_doctor.weights.transport.sources import (
 )
 
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
-"""A tensor, or a function that copies it out of memory that it shares with others."""
+"""A tensor, or a function that copies the tensor out of memory that it shares with other tensors."""
 OrderedResult: TypeAlias = tuple[int, TensorSpec, Result]
-"""(the tensor's place among all, what it is, the full tensor)."""
+"""(the tensor's place among all tensors, its source, the full tensor)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,9 @@ class Gather:
 class Call:
     """State of one extraction, whose plan is shared by many extractions.
 
-    shards: this rank's shards, by the places of their sources. ready: the places of the sources whose shards a
-    collective can read without a copy. units: the outputs of FSDP1 units that have been gathered in part, by the units'
-    order.
+    shards: this rank's shards, by the places of their sources.
+    ready: the places of the sources whose shards a collective can read without a copy.
+    units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
     """
 
     device: torch.device
@@ -75,13 +75,13 @@ class Call:
 class TensorTransfer(ABC):
     """Transfer that gathers some of the model's tensors. The plan keeps it; ``begin`` makes a copy for one call.
 
-    order: the position of its first tensor among all tensors
-    names: the first name of each tensor that it gathers, in whole or in part
-    nbytes: its peak device memory, which includes ``collecting_bytes`` and ``opened_bytes``
-    collecting_bytes: memory that it needs only during ``collect``
-    opened_bytes: memory that it needs once its tensors are copied out
-    copied_bytes: memory in addition to ``nbytes`` while its tensors are handed out
-    shard_group: None if nothing is communicated
+    order: the position of the transfer's first tensor among all tensors.
+    names: the first name of each tensor that is gathered, in whole or in part.
+    nbytes: the peak device memory of the transfer, which includes ``collecting_bytes`` and ``opened_bytes``.
+    collecting_bytes: the memory that is needed only during ``collect``.
+    opened_bytes: the memory that is needed once the tensors are copied out.
+    copied_bytes: the memory that is needed in addition to ``nbytes`` while the tensors are yielded.
+    shard_group: the group of the collectives; None if nothing is communicated.
     """
 
     order: int
@@ -133,7 +133,7 @@ class TensorTransfer(ABC):
 
     @abstractmethod
     def list_own_shards(self) -> Iterable[SourceShard]:
-        """Yields this rank's part of the tensors in the form in which it is gathered: on the device, cast and merged.
+        """Yields this rank's part of the tensors as it is gathered: on the device, cast and merged.
 
         The parts are valid until the results are made.
         """
@@ -146,7 +146,8 @@ class TensorTransfer(ABC):
 def launch_all_gathers(transfers: Sequence[TensorTransfer]) -> None:
     """Launches one collective for each shard group and dtype of the bucket, in the order of the transfers.
 
-    Each dtype has its own, because gloo joins the tensors of a coalesced all-gather as if they had one dtype.
+    Each dtype has a separate collective, because gloo joins the tensors of a coalesced all-gather as if they had one
+    dtype.
     """
     gathers: dict[tuple[tuple[int, ...], torch.dtype], tuple[dist.ProcessGroup, list[Gather]]] = {}
     for transfer in transfers:
@@ -255,7 +256,7 @@ class RowsGather(TensorTransfer):
 
 
 class PackedGather(TensorTransfer):
-    """Gather of many small row-sharded tensors in one all-gather, from which one kernel copies them out.
+    """Gather of many small row-sharded tensors in one all-gather. One kernel copies the tensors out of its result.
 
     The tensors may lie anywhere in the model, because a separate gather with each bucket would cost the host as much
     each time.
@@ -387,7 +388,8 @@ _SMALL_PART = 64
 class _Segment:
     """Segment of a span that one rank holds: ``numel`` elements from ``start`` on.
 
-    source: the segment's first element in the rank's shard. offset: its first element in the rank's row.
+    source: the segment's first element in the rank's shard.
+    offset: the segment's first element in the rank's row.
     """
 
     index: int
@@ -465,13 +467,14 @@ def divide_unit(
 ) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
-    most_bytes: the device memory that the unit may take, together with the tensor before it, whose size is last_bytes.
-    merged: the first names of the weights into which adapters are merged.
+    A unit that fits takes one gather, if at least half of it is requested. Otherwise there are several gathers. The
+    rows of each gather, and the tensors that it begins, fit into a bucket. Each gather takes elements from every rank,
+    so that all links are busy. No rank begins a tensor that does not fit together with the tensors already begun,
+    except the first rank that has anything left.
 
-    A unit that fits takes one gather, if at least half of it is asked for. Otherwise there are several gathers. The
-    rows of each, and the tensors that it begins, fit into a bucket. Each takes elements from every rank, so that all
-    links are busy. No rank begins a tensor that does not fit together with the tensors already begun, except the first
-    rank that has anything left.
+    most_bytes: the device memory that the unit may take, together with the tensor before it.
+    last_bytes: the size of the tensor before the unit.
+    merged: the first names of the weights into which adapters are merged.
     """
     if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names):
         whole = UnitGather(unit, bucket_bytes // 8)
@@ -524,7 +527,9 @@ def _take(
 class FlatGather(TensorTransfer):
     """All-gather of a stretch of every rank's shard of an FSDP1 unit, with the copies out of it.
 
-    A tensor gets memory when its first part is copied out. begun: tensors that earlier gathers have copied in part.
+    A tensor gets memory when its first part is copied out.
+
+    begun: tensors that earlier gathers have copied in part.
     """
 
     def __init__(self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], begun: set[int]) -> None:
@@ -583,9 +588,10 @@ class FlatGather(TensorTransfer):
 class UnitGather(TensorTransfer):
     """All-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
 
-    The tensors are copied a few at a time when they are handed out, so that two units fit into the memory of one unit
-    and its copy. A tensor that is nearly the whole unit is handed out as a view of the gathered memory. together_bytes:
-    how many bytes are copied at once; a larger tensor is copied alone.
+    The tensors are copied a few at a time when they are yielded, so that two units fit into the memory of one unit and
+    its copy. A tensor that is nearly the whole unit is yielded as a view of the gathered memory.
+
+    together_bytes: the number of bytes that are copied at once; a larger tensor is copied alone.
     """
 
     def __init__(self, unit: FlatLayout, together_bytes: int) -> None:

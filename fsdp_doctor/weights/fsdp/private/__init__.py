@@ -1,7 +1,8 @@
-"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the FSDPs' own.
+"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the private names of
+FSDP.
 
-Each function names the private API and why no public one will do. All were read in torch's source, and run, on the
-versions in ``CHECKED``. If a name is gone, :class:`PrivateApiGone` says which, and for which torch.
+Each function names the private API, and says why no public API is enough. All names were read in torch's source, and
+run, on the versions in ``CHECKED``. If a name is gone, :class:`PrivateApiGone` says which, and for which torch.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ MODULE_CALL = nn.Module._call_impl.__code__
 class GradientSwitches:
     """Settings of one unit's gradient reduction, as last set; the defaults are torch's.
 
-    synchronizes: whether a backward reduces the unit's gradients
-    all_reduces: whether it also reduces them over the replicas
-    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end
-    divided_by: as text, what gradients are divided by, if this was set
-    num_ranks: the number of ranks of the unit's mesh, by which torch divides by default
+    synchronizes: whether a backward reduces the unit's gradients.
+    all_reduces: whether a backward also reduces them over the replicas.
+    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end.
+    divided_by: the divisor of the gradients as text, if it was set.
+    num_ranks: the number of ranks of the unit's mesh, by which torch divides by default.
     """
 
     synchronizes: bool = True
@@ -152,10 +153,10 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def find_compiled_module(model: nn.Module) -> nn.Module | None:
-    """Returns the module that ``torch.compile`` wrapped; None if ``model`` is no such wrapper.
+    """Returns the module that ``torch.compile`` wrapped; None if ``model`` is not such a wrapper.
 
-    Private: ``OptimizedModule._orig_mod``. It is looked up in ``_modules``, since an FSDP1 module has every attribute
-    of the module that it wraps.
+    Private: ``OptimizedModule._orig_mod``. The name is looked up in ``_modules``, because an FSDP1 module has every
+    attribute of the module that it wraps.
     """
     inner = getattr(model, "_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
@@ -181,7 +182,7 @@ def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
 
 
 def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
-    """Returns the part of a training step that is running in this thread, for a caller inside of it, such as a hook.
+    """Returns the part of a training step that is running in this thread, for a caller inside the step, such as a hook.
 
     Private: ``torch._C._current_graph_task_id``, because no public name says whether a backward is running.
     """
@@ -219,7 +220,7 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _compiles_frames() -> bool:
     """Returns whether frames of this thread are being compiled.
 
-    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If that is
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If this name is
     missing, the answer is True once the compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:
@@ -296,7 +297,8 @@ _PLAIN_INSIDE = {
 
 
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor where it lies, half-moved or not. A plain tensor is returned as it is.
+    """Returns this rank's part of a tensor in its present memory, half-moved or not. A plain tensor is returned
+    unchanged.
 
     For a subclass that holds the weight as one plain tensor, returns the plain tensor. Nothing is copied, and no
     collective is called. Private: ``DTensor._local_tensor``, because in newer versions ``to_local()`` makes a view of a
@@ -350,9 +352,9 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """Makes the ``ShardPlacementResult`` of a parameter with a mesh of its own.
+    """Makes the ``ShardPlacementResult`` for a parameter with a separate mesh.
 
-    It and ``FSDPMeshInfo`` have no public names.
+    ``ShardPlacementResult`` and ``FSDPMeshInfo`` have no public names.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 

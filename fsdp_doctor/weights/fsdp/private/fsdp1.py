@@ -27,10 +27,10 @@ class FlatSlice:
 class Fsdp1Unit:
     """FSDP1 module that owns parameters, all of them in one flat parameter.
 
-    prefix: the prefix of the unit's names, empty or ending with a dot
-    names: all names of each parameter, in the order of the flat parameter; tied names come last
-    shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless unsharded
-    forms: by a parameter's first name, a description of its form if its elements are not its values, see ``forms``
+    prefix: the prefix of the unit's names, empty or ending with a dot.
+    names: all names of each parameter, in the order of the flat parameter; tied names come last.
+    shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless unsharded.
+    forms: by a parameter's first name, a description of its form if its elements are not its values, see ``forms``.
     """
 
     prefix: str
@@ -47,7 +47,9 @@ class Fsdp1Unit:
 
     @property
     def flat_parameter(self) -> nn.Parameter:
-        """Flat parameter: this rank's shard, or the whole while unsharded. Private: ``FlatParamHandle.flat_param``."""
+        """Flat parameter: this rank's shard, or the whole parameter while unsharded. Private:
+        ``FlatParamHandle.flat_param``.
+        """
         parameter: nn.Parameter = get(self._handle, "flat_param")
         return parameter
 
@@ -60,7 +62,7 @@ class Fsdp1Unit:
     def memories(self) -> list[torch.Tensor]:
         """Memories that this rank's shard has now, each 1-D: usually one; two if ``_local_shard`` lies elsewhere.
 
-        A forward under mixed precision reads ``_local_shard``; all other code reads the first one.
+        A forward under mixed precision reads ``_local_shard``; all other code reads the first memory.
         """
         shard = _find_sharded_flat(self._handle)
         local = getattr(self.flat_parameter, "_local_shard", shard).detach()
@@ -68,10 +70,12 @@ class Fsdp1Unit:
 
     @property
     def attributes_with_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Present attributes that hold this rank's shard, and the original parameters' parts of it (or None).
+        """Present attributes that hold this rank's shard, and the parts of the shard that belong to original parameters
+        (or None).
 
-        This is for verification, which must not rely on which of them torch reads. Private: ``FlatParameter.data`` if
-        it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded ``_params``.
+        These serve a verification that must not rely on which of the attributes torch reads. Private:
+        ``FlatParameter.data`` if it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded
+        ``_params``.
         """
         flat_param = self.flat_parameter
         data = flat_param.detach()
@@ -166,7 +170,8 @@ class Fsdp1Unit:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have a part of the unit or a copy: those of the given mesh, otherwise those of its groups.
+        """Ranks that have a part of the unit or a copy: the ranks of the given mesh, otherwise the ranks of the unit's
+        groups.
 
         Private: ``FullyShardedDataParallel._device_mesh``. Without a mesh, each rank's two groups are a row and a
         column of a grid.

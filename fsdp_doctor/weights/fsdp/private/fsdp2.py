@@ -20,7 +20,8 @@ _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 class Fsdp2Unit:
     """State that ``fully_shard`` made for one module, or list of modules, that owns parameters.
 
-    is_initialized: whether torch's lazy initialization, at the first forward, was done. state: its FSDPState.
+    is_initialized: whether torch's lazy initialization, at the first forward, was done.
+    state: its FSDPState.
     """
 
     compute_device: torch.device
@@ -89,10 +90,11 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters of the unit whose memory is not the memory that it gathers, and whether it can gather from theirs.
+        """Parameters of the unit with other memory than the unit gathers, and for each whether the unit can gather this
+        memory.
 
-        It can if the parameter is placed as it was when it was sharded (``FSDPParam._sharding_spec``), has the same
-        dtype (``orig_dtype``), and is contiguous.
+        The unit can gather it if the parameter is placed as it was when it was sharded (``FSDPParam._sharding_spec``),
+        has the same dtype (``orig_dtype``), and is contiguous.
         """
         moved: list[tuple[nn.Parameter, bool]] = []
         for param, parameter in find_moved_parameters(self.state):
@@ -117,10 +119,10 @@ class Fsdp2Unit:
             get(param, "reset_sharded_param")()
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
-        """Makes the unit gather from the memory that one of its parameters was given, and pads and pins that memory.
+        """Makes the unit gather from the new memory of one of its parameters, and pads and pins that memory.
 
-        The parameter's local tensor may be another one afterwards. Private: ``FSDPParam.reset_sharded_param``, because
-        ``Module.to_empty``, through which torch calls it, empties the whole model.
+        The parameter's local tensor may be another tensor afterwards. Private: ``FSDPParam.reset_sharded_param``,
+        because ``Module.to_empty``, through which torch calls it, empties the whole model.
         """
         for param in _list_params(self.state):
             if get(param, "sharded_param") is parameter:
@@ -241,10 +243,12 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit then gathers.
+    """Gives each sharded parameter new memory on ``device`` with the same values. Its unit then gathers from this
+    memory.
 
-    The parameters stay the same objects, which an optimizer has. Private: ``FSDPParam._sharded_param_data`` and
-    ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the shard, without its padding, and pageable.
+    The parameters stay the same objects, because an optimizer refers to them. Private:
+    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the
+    shard, without its padding, and pageable.
     """
     for param in (param for state in list_states(model) for param in _list_params(state)):
         gathered, parameter = get(param, "_sharded_param_data"), get(param, "sharded_param")
