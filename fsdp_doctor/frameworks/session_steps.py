@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import pathlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,6 +86,8 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         # The stack is never closed, because the process ends with the case.
         self._lasting = contextlib.ExitStack()
         self._fixes_of_session: list[AppliedFix] = []
+        # The fixes whose calls the ranks must tell each other, because some ranks alone make them.
+        self._fixes_of_some_ranks: Sequence[AppliedFix] = ()
 
     def build(self) -> FrameworkSession:
         self.recorder.enter("build")
@@ -178,12 +180,27 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return applied
 
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
-        """Raises Unsupported if the framework's own functions ran instead of the replacements."""
-        if applied and not any(each.num_calls and not each.num_left for each in applied if each.fix.on_every_rank):
-            if not all(each.fix.on_every_rank for each in applied):
-                return
-            ids = " and ".join(each.fix.id for each in applied)
-            raise Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
+        """Raises Unsupported if the framework's own functions ran instead of the replacements.
+
+        Where some ranks alone call a function, the ranks tell each other, and :meth:`recover` raises it.
+        """
+        if not all(each.fix.on_every_rank for each in applied):
+            self._fixes_of_some_ranks = applied
+        elif applied and not _has_answered(applied):
+            raise self._make_unfixed(applied)
+
+    def _make_unfixed(self, applied: Sequence[AppliedFix]) -> Unsupported:
+        ids = " and ".join(each.fix.id for each in applied)
+        return Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
+
+    def recover(self, trainer: FrameworkSession) -> bool:
+        """Checks that a replacement of a function that some ranks alone call has run on at least one rank."""
+        if applied := self._fixes_of_some_ranks:
+            has_answered = torch.tensor(int(_has_answered(applied)), device="cpu")
+            dist.all_reduce(has_answered, dist.ReduceOp.MAX, group=self.present_runtime.control)
+            if not has_answered:
+                raise self._make_unfixed(applied)
+        return True
 
     def call_method(self, trainer: FrameworkSession) -> Any:
         """Does nothing: for most kinds of cases, the method is the framework's own build, save or load."""
@@ -482,6 +499,11 @@ def choose_steps(kind: FrameworkMethodKind) -> type[SessionSteps]:
             return ResumeSteps
         case _:
             assert_never(kind)
+
+
+def _has_answered(applied: Iterable[AppliedFix]) -> bool:
+    """Returns whether one of the replacements has run on this rank, and left no call to the original."""
+    return any(each.num_calls and not each.num_left for each in applied)
 
 
 def _compare_pieces(
