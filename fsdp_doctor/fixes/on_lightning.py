@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +29,10 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
 
 def name_weights_as_expected(original: Callable[..., Any], checkpoint_folder: Any) -> Any:
     """Replaces ``_load_distributed_checkpoint``, whose caller looks for FSDPStrategy's name of the weights."""
-    # Past the function that counts the calls.
-    caller = inspect.stack(0)[2].frame.f_globals.get("__spec__")
-    if caller is None or caller.name != "lightning.pytorch.utilities.consolidate_checkpoint":
-        return fall_back("another caller than consolidate_checkpoint", original, checkpoint_folder)
+    # The one call of that module is in what `python -m` runs.
+    program = getattr(sys.modules["__main__"], "__spec__", None)
+    if program is None or program.name != "lightning.pytorch.utilities.consolidate_checkpoint":
+        return fall_back("another program than consolidate_checkpoint", original, checkpoint_folder)
     checkpoint = original(checkpoint_folder)
     if "model" in checkpoint or "state_dict" not in checkpoint:
         return checkpoint
