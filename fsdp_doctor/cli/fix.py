@@ -78,7 +78,7 @@ def _describe(function: FixedFunction) -> str:
     fix = function.fix
     facts = {
         "replaces": f"{fix.target} of {fix.distribution} {function.version}, with the source of {function.release}",
-        "mends": ", ".join(fix.mends or fix.cures),
+        "mends": ", ".join(fix.mends),
         "gives": fix.promises,
         "leaves": f"to the original: {fix.leaves}",
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.clues import ClueName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +17,11 @@ class FrameworkFix:
 
     id: its name for the user. distribution: the package whose version counts. target, replacement:
     ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue; none for a
-    failure that jobs without this function have, too. cures: ids
+    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue. cures: ids
     of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
     replacement does, and what it leaves to the original. on_every_rank: whether every rank of a job calls the function.
-    places: text of a traceback in which the failure shows; the function's name where there is none.
+    places: text of a traceback in which the failure shows; the function's name where there is none. clue: the fact
+    about a run that must be known instead, where the failure does not show in the function.
 
     The replacement is called with the original and then the original's arguments. It calls the original for what it
     leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -39,6 +40,7 @@ class FrameworkFix:
     replacement: str
     on_every_rank: bool = True
     places: tuple[str, ...] = ()
+    clue: ClueName | None = None
 
     @property
     def module(self) -> str:
@@ -64,7 +66,7 @@ _TRANSFORMERS_PROMISES = (
     "itself has them on the device, as before"
 )
 _TRANSFORMERS_LEAVES = "models that are not offloaded"
-FIXES = (
+FIXES: tuple[FrameworkFix, ...] = (
     FrameworkFix(
         id="verl-sender",
         framework="verl",
@@ -226,11 +228,12 @@ FIXES = (
         target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
         versions=">=5.22,<5.25",
         sources={"6497a08c2632b857a4a14c3af75bc990cd189022e33203a6bbc20311b7838948": "5.22.0 to 5.24.0"},
-        mends=(),
+        mends=("FD006",),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
         promises=_TRANSFORMERS_PROMISES,
         leaves=_TRANSFORMERS_LEAVES,
         replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+        clue="sharding by transformers",
     ),
     FrameworkFix(
         id="transformers-offload-distributed",
@@ -239,11 +242,12 @@ FIXES = (
         target="transformers.distributed.mixin:DistributedMixin._load_and_finalize_distributed_pretrained_model",
         versions=">=5.22,<5.25",
         sources={"cda2cf474cefe61c267b303df18144ee5482b12abe7f5b75f49de59b8fa9c0cd": "5.22.0 to 5.24.0"},
-        mends=(),
+        mends=("FD006",),
         cures=("transformers:fsdp_cpu_offload/distributed_checkpoint",),
         promises=_TRANSFORMERS_PROMISES,
         leaves=_TRANSFORMERS_LEAVES,
         replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+        clue="sharding by transformers",
     ),
     FrameworkFix(
         id="transformers-offload-backend",
@@ -255,13 +259,16 @@ FIXES = (
             "7f71683706c089cfd90155f6c14f814df817fbb95c3a18361a82e3d575b867a1": "5.22.0",
             "9baea3f08d53c0d74ce97f8cd1a43361838fcfe9f2bc716cf7e9abdb942696a3": "5.23.0 and 5.24.0",
         },
-        mends=(),
+        mends=("FD015",),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
         promises="with fsdp_cpu_offload the process group that transformers makes has gloo for the CPU, too",
         leaves="models that are not offloaded, process groups that the job has made",
         replacement="fsdp_doctor.fixes.on_transformers:begin_with_backend_for_cpu",
+        clue="sharding by transformers",
     ),
 )
+# The packages whose versions decide which fixes there are.
+DISTRIBUTIONS = tuple(dict.fromkeys(fix.distribution for fix in FIXES))
 
 
 def list_fixes(framework: str) -> list[FrameworkFix]:
@@ -274,13 +281,19 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
 
 
 def find_fix_command(
-    mends: str, *, framework: str | None = None, versions: Mapping[str, str] | None = None, function: str = ""
+    mends: str,
+    *,
+    framework: str | None = None,
+    versions: Mapping[str, str] | None = None,
+    function: str = "",
+    clues: Collection[ClueName] = (),
 ) -> str:
     """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
 
     mends: the failure, as FD001. framework: the distribution of the job's; None where it is not known. One without a
     fix of its own may call functions of a library that has one. versions: the known ones of distributions. function:
     text that names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    clues: what is known about the run.
     """
 
     def may_help(fix: FrameworkFix) -> bool:
@@ -292,6 +305,8 @@ def find_fix_command(
         )
 
     def shows_in(fix: FrameworkFix) -> bool:
+        if fix.clue is not None:
+            return fix.clue in clues
         if not function:
             return framework is not None or not fix.places
         return any(place in function for place in fix.places or (fix.function,))
