@@ -7,7 +7,9 @@ fixed_job   runs a user's job with the fixes, and reads what its processes repor
 job_hook    runs in the job's processes when a framework is imported
 patches     a fix as a patch of the release
 sending     what the replacements of senders share
-on_verl     the replacements for verl; on_trl, on_peft, on_accelerate, on_lightning, on_transformers for the others
+moving      the same for offloads, and a replacement that verl and SkyRL share
+on_verl     the replacements for verl; on_skyrl, on_trl, on_peft, on_accelerate, on_lightning, on_transformers for the
+            others
 
 Nothing is replaced by default, and nothing is written: a fix lasts as long as the process. The replacements alone
 import torch.

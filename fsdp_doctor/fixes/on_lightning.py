@@ -9,21 +9,18 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fixes.applying import fall_back
-from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.fixes.moving import is_offloaded, move_unsharded
 
 
 def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
     """Replaces ``ModelParallelStrategy.model_to_device``, which moves shards that CPUOffloadPolicy keeps on the CPU."""
     model = strategy.model
-    units = reader.read(model).fsdp2_units
-    if not units or not all(unit.offloads for unit in units):
+    if not is_offloaded(model):
         return fall_back("a model of which some units are not offloaded", original, strategy)
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(tensor, DTensor) and tensor.device.type != "cpu" for tensor in tensors):
         return fall_back("shards that were given memory on the device", original, strategy)
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            tensor.data = tensor.data.to(strategy.root_device)
+    move_unsharded(model, strategy.root_device)
     return None
 
 

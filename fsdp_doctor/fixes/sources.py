@@ -14,13 +14,16 @@ from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
 from fsdp_doctor.machine.imports import find_source_file
 from fsdp_doctor.machine.versions import read_installed_versions
 
+# Decorators of frameworks' functions that call the function in a function of their own.
+_WRAPPING = ("torch.no_grad()",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFunction:
     """A function of an installed release that a fix was written for.
 
     file: the module's. first_line: 1-based, of the function or its first decorator. release: the releases that have
-    this source.
+    this source. num_wrappers: the number of its decorators that put another function around it.
     """
 
     fix: FrameworkFix
@@ -28,6 +31,7 @@ class FixedFunction:
     release: str
     file: pathlib.Path
     first_line: int
+    num_wrappers: int
 
 
 def choose_fixes(framework: str) -> list[FrameworkFix]:
@@ -84,7 +88,14 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
             f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it "
             "is not replaced; install this release, or make the change by hand"
         )
-    return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
+    return FixedFunction(
+        fix=fix,
+        version=version,
+        release=fix.sources[digest],
+        file=file,
+        first_line=first_line,
+        num_wrappers=sum(ast.unparse(decorator) in _WRAPPING for decorator in function.decorator_list),
+    )
 
 
 def _read_version(fix: FrameworkFix) -> str:
