@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_doctor.explain.log_input import LogInput
+from fsdp_doctor.known.clues import make_version_pattern
 
 # The packages whose versions decide which failures occur, by the names of their distributions.
 _PACKAGES = (
@@ -16,11 +17,7 @@ _PACKAGES = (
 )
 _ALIASES = {"pytorch": "torch", "pytorch-lightning": "lightning", "flash_attn": "flash-attn"}
 _NAME = "|".join(sorted((*_PACKAGES, *_ALIASES), key=len, reverse=True))
-_VERSION = re.compile(
-    rf"(?<![\w/.-])`?(?P<name>{_NAME})`?(?: version)?\s{{0,3}}(?:==|=|:)?\s{{0,8}}"
-    r"v?(?P<version>\d+\.\d+(?:\.\w+)*(?:\+\w+)?)",
-    re.IGNORECASE,
-)
+_VERSION = make_version_pattern((*_PACKAGES, *_ALIASES))
 _FRAME = re.compile(rf'File "(?:[^"]*/)?(?P<name>{_NAME})/')
 _PID = re.compile(r"\bpid\s?[=:]?\s?(\d+)")
 _RANK = re.compile(r"\brank\s*[=:]?\s*(\d{1,6})\b|\[rank(\d{1,6})\]")

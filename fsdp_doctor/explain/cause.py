@@ -16,9 +16,10 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.reading import Reading, SymptomReader, read_failure
+from fsdp_doctor.fixes.entry import DISTRIBUTIONS
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
-from fsdp_doctor.known.clues import LogClues
+from fsdp_doctor.known.clues import ClueName, LogClues
 from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
 from fsdp_doctor.verdict.classification import fold
 
@@ -214,6 +215,8 @@ class Explanation:
     killed_for_memory: the place in the logs that tells of a process killed for lack of host memory; empty if there is
         none.
     torch: the version of torch that the logs name; empty if they name none.
+    versions: the versions that the logs name of the packages for which there are fixes.
+    clues: the facts about the run that the logs show.
     """
 
     showing: Showing
@@ -233,6 +236,8 @@ class Explanation:
     dumps: int = 0
     killed_for_memory: str = ""
     torch: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    clues: frozenset[ClueName] = frozenset()
 
     @property
     def grade(self) -> Grade | None:
@@ -269,7 +274,7 @@ class _Logs:
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._dropped = 0
-        self._clues = LogClues()
+        self._clues = LogClues(DISTRIBUTIONS)
         self._watchdog = WatchdogReader()
         self._summary: FirstFailure | None = None
         self._dumps: list[Dump] = []
@@ -354,6 +359,8 @@ class _Logs:
             dumps=len(self._dumps),
             killed_for_memory=self._killed_for_memory,
             torch=self._clues.torch,
+            versions=self._clues.versions,
+            clues=frozenset(self._clues.shown),
         )
 
     def _read(

@@ -73,7 +73,7 @@ def render_json(explanation: Explanation) -> str:
         "grade": explanation.grade,
         "cause": _convert_cause_to_dict(cause) if cause is not None else None,
         "entry": convert_entry_to_dict(entry) if entry is not None else None,
-        "fix": find_fix_command(entry.short_code, function=_join_places(explanation)) if entry is not None else "",
+        "fix": _find_fix(entry, explanation) if entry is not None else "",
         "matches": [_match_as_dict(match) for match in explanation.matches],
         "reading": dataclasses.asdict(explanation.reading) if explanation.reading is not None else None,
         "ours": explanation.about_fsdp,
@@ -123,7 +123,7 @@ def _render_answer(explanation: Explanation) -> list[str]:
     if explanation.grade == "possible":
         return ["This may be a known failure, but the log does not say which one.", ""]
     entry, places = explanation.matches[0].entry, _join_places(explanation)
-    fix = find_fix_command(entry.short_code, function=places)
+    fix = _find_fix(entry, explanation)
     lines = [_name_match(explanation.matches[0]), *([f"Fix: {fix}"] if fix else [])]
     return [*lines, *_list_remedies(entry, places)[: explanation.grade == "known"], ""]
 
@@ -313,6 +313,15 @@ def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
         if not places or re.search(rf"\b{framework.replace('-', '_')}/", places)
     ]
     return [*named, f"Remedy: {entry.advice}"]
+
+
+def _find_fix(entry: KnownFailure, explanation: Explanation) -> str:
+    return find_fix_command(
+        entry.short_code,
+        function=_join_places(explanation),
+        versions=explanation.versions,
+        clues=explanation.clues,
+    )
 
 
 def _join_places(explanation: Explanation) -> str:

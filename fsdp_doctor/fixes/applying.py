@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -142,6 +143,11 @@ def find_applied(original: Callable[..., Any]) -> AppliedFix:
     return next(applied for applied in _applied.values() if applied.original is original)
 
 
+def read_global(original: Callable[..., Any], name: str) -> Any:
+    """Returns what the module of a replaced function has under a name."""
+    return inspect.unwrap(original).__globals__[name]
+
+
 def _find_framework(id: str) -> str:
     return next(fix.framework for fix in entry.FIXES if fix.id == id)
 
@@ -177,9 +183,12 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
     original = vars(owner).get(name)
     if isinstance(original, staticmethod):
         original = original.__func__
-    code = getattr(original, "__code__", None)
+    bare: Any = original
+    for _ in range(function.num_wrappers):
+        bare = getattr(bare, "__wrapped__", None)
+    code = getattr(bare, "__code__", None)
     place = (code.co_filename, code.co_firstlineno) if code is not None else None
-    if hasattr(original, "__wrapped__") or place != (str(function.file), function.first_line):
+    if hasattr(bare, "__wrapped__") or place != (str(function.file), function.first_line):
         where = f"{place[0]}:{place[1]}" if place is not None else repr(original)
         raise CannotRun(
             f"fix {fix.id}: {fix.target} was already replaced, from {where}; remove one of the two replacements"

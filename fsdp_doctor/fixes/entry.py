@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.clues import ClueName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class FrameworkFix:
     replacement: the replacing function, as ``module:name``.
     on_every_rank: whether every rank of a job calls the function.
     places: texts, one of which a traceback of the failure contains; if empty, the function's name.
+    clue: the fact about a run that must be known instead of a place, if no traceback shows the function.
 
     The replacement is called with the original, followed by the original's arguments. For a case that it does not
     cover, it calls the original through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -47,6 +49,7 @@ class FrameworkFix:
     replacement: str
     on_every_rank: bool = True
     places: tuple[str, ...] = ()
+    clue: ClueName | None = None
 
     @property
     def module(self) -> str:
@@ -72,7 +75,7 @@ _TRANSFORMERS_PROMISES = (
     "were put; during the load the shards are on the device, as without the fix"
 )
 _TRANSFORMERS_LEAVES = "models that are not offloaded"
-FIXES = (
+FIXES: tuple[FrameworkFix, ...] = (
     FrameworkFix(
         id="verl-sender",
         framework="verl",
@@ -108,6 +111,77 @@ FIXES = (
         "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
+    ),
+    FrameworkFix(
+        id="verl-checkpoint",
+        framework="verl",
+        distribution="verl",
+        target="verl.utils.fsdp_utils:load_fsdp2_model_to_gpu",
+        versions=">=0.7.1,<0.9",
+        sources={"6328f7d34fa21774dba2918349340b6ac1c6c610a8026a76c8fa29078b9eb048": "0.7.1 and 0.8.0"},
+        mends=("FD001",),
+        cures=(
+            "verl:fsdp2/policy/load_checkpoint",
+            "verl:fsdp2/policy/load_checkpoint.fresh",
+            "verl:fsdp2/policy/save_checkpoint.hf_model",
+        ),
+        promises="shards under CPUOffloadPolicy stay on the CPU when a checkpoint is saved or loaded, and the rest is "
+        "moved to the device",
+        leaves="models of which some units are not offloaded",
+        replacement="fsdp_doctor.fixes.on_verl:leave_shards_to_policy",
+        places=("fsdp_checkpoint_manager.py",),
+    ),
+    FrameworkFix(
+        id="verl-offload",
+        framework="verl",
+        distribution="verl",
+        target="verl.utils.fsdp_utils:offload_fsdp2_model_to_cpu",
+        versions=">=0.9.1,<0.10",
+        sources={"870def2ea72f5c893a77edb5b347abc5be5862a2d2440006c84f57acf749c710": "0.9.1"},
+        mends=("FD030",),
+        cures=("verl:fsdp2/param+optimizer/uneven/initialize",),
+        promises="a model with uneven shards is offloaded by a copy that blocks",
+        leaves="models whose shards are even",
+        replacement="fsdp_doctor.fixes.moving:offload_uneven_shards",
+    ),
+    FrameworkFix(
+        id="skyrl-offload",
+        framework="skyrl",
+        distribution="skyrl",
+        target="skyrl.backends.skyrl_train.distributed.fsdp_utils:offload_fsdp2_model_to_cpu",
+        versions=">=0.3,<0.4",
+        sources={"c5a81f7d40e412b2de08e14c7a3d16121bb37ede69291fd611d62950b4d81c74": "0.3.0"},
+        mends=("FD030",),
+        cures=("skyrl:manual/uneven/extract_weights", "skyrl:manual/uneven/save_hf_model"),
+        promises="a model with uneven shards is offloaded by a copy that blocks",
+        leaves="models whose shards are even",
+        replacement="fsdp_doctor.fixes.moving:offload_uneven_shards",
+    ),
+    FrameworkFix(
+        id="skyrl-adapter",
+        framework="skyrl",
+        distribution="skyrl",
+        target="skyrl.backends.skyrl_train.distributed.fsdp_utils:layered_summon_lora_params",
+        versions=">=0.3,<0.4",
+        sources={"358aa6209ebf5383ca197264f793be205ddfd3b504fbafb87e47709e072e6e90": "0.3.0"},
+        mends=("FD210",),
+        cures=("skyrl:none/lora/layered_summon_lora_params",),
+        promises="the whole adapter on the CPU, in its own dtype, under the names that collect_lora_params gives",
+        leaves="adapters of other kinds than LoRA",
+        replacement="fsdp_doctor.fixes.on_skyrl:collect_adapter",
+    ),
+    FrameworkFix(
+        id="skyrl-tied",
+        framework="skyrl",
+        distribution="skyrl",
+        target="skyrl.backends.skyrl_train.distributed.fsdp_utils:apply_fsdp2",
+        versions=">=0.3,<0.4",
+        sources={"bb8256f9a0783af47244ba7f033aa5eda12f0678d81c61686f108dd64bfccb4c": "0.3.0"},
+        mends=("FD211",),
+        cures=("skyrl:none/tied/prepare",),
+        promises="weights that the configuration ties are one parameter in FSDP2, too",
+        leaves="models without tied weights",
+        replacement="fsdp_doctor.fixes.on_skyrl:tie_before_sharding",
     ),
     FrameworkFix(
         id="trl-sender",
@@ -213,7 +287,7 @@ FIXES = (
         mends=("FD183",),
         cures=("lightning:model-parallel/none/sharded/consolidate_checkpoint",),
         promises="consolidate_checkpoint finds the weights of ModelParallelStrategy, and writes them under state_dict",
-        leaves="other callers, such as Fabric's consolidation",
+        leaves="other programs, such as Fabric's consolidation",
         replacement="fsdp_doctor.fixes.on_lightning:name_weights_as_expected",
         on_every_rank=False,
         places=("_format_checkpoint",),
@@ -241,11 +315,12 @@ FIXES = (
         target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
         versions=">=5.22,<5.25",
         sources={"6497a08c2632b857a4a14c3af75bc990cd189022e33203a6bbc20311b7838948": "5.22.0 to 5.24.0"},
-        mends=(),
+        mends=("FD006",),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
         promises=_TRANSFORMERS_PROMISES,
         leaves=_TRANSFORMERS_LEAVES,
         replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+        clue="sharding by transformers",
     ),
     FrameworkFix(
         id="transformers-offload-distributed",
@@ -254,11 +329,12 @@ FIXES = (
         target="transformers.distributed.mixin:DistributedMixin._load_and_finalize_distributed_pretrained_model",
         versions=">=5.22,<5.25",
         sources={"cda2cf474cefe61c267b303df18144ee5482b12abe7f5b75f49de59b8fa9c0cd": "5.22.0 to 5.24.0"},
-        mends=(),
+        mends=("FD006",),
         cures=("transformers:fsdp_cpu_offload/distributed_checkpoint",),
         promises=_TRANSFORMERS_PROMISES,
         leaves=_TRANSFORMERS_LEAVES,
         replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+        clue="sharding by transformers",
     ),
     FrameworkFix(
         id="transformers-offload-backend",
@@ -270,13 +346,16 @@ FIXES = (
             "7f71683706c089cfd90155f6c14f814df817fbb95c3a18361a82e3d575b867a1": "5.22.0",
             "9baea3f08d53c0d74ce97f8cd1a43361838fcfe9f2bc716cf7e9abdb942696a3": "5.23.0 and 5.24.0",
         },
-        mends=(),
+        mends=("FD015",),
         cures=("transformers:fsdp_cpu_offload/from_pretrained",),
         promises="with fsdp_cpu_offload the process group that transformers makes also has gloo for the CPU",
         leaves="models that are not offloaded, process groups that the job has made",
         replacement="fsdp_doctor.fixes.on_transformers:begin_with_backend_for_cpu",
+        clue="sharding by transformers",
     ),
 )
+# The packages whose versions decide which fixes there are.
+DISTRIBUTIONS = tuple(dict.fromkeys(fix.distribution for fix in FIXES))
 
 
 def list_fixes(framework: str) -> list[FrameworkFix]:
@@ -289,7 +368,12 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
 
 
 def find_fix_command(
-    mends: str, *, framework: str | None = None, versions: Mapping[str, str] | None = None, function: str = ""
+    mends: str,
+    *,
+    framework: str | None = None,
+    versions: Mapping[str, str] | None = None,
+    function: str = "",
+    clues: Collection[ClueName] = (),
 ) -> str:
     """Returns the command that runs a job with the fix for a known failure, and the releases for which it works.
 
@@ -300,6 +384,7 @@ def find_fix_command(
     versions: the known versions of distributions.
     function: a text that names the function in which the failure occurred, such as the frames of a traceback; empty if
         the function is not known.
+    clues: the known facts about the run.
     """
 
     def may_help(fix: FrameworkFix) -> bool:
@@ -311,6 +396,8 @@ def find_fix_command(
         )
 
     def shows_in(fix: FrameworkFix) -> bool:
+        if fix.clue is not None:
+            return fix.clue in clues
         if not function:
             return framework is not None or not fix.places
         return any(place in function for place in fix.places or (fix.function,))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.fixes.applying import fall_back, read_global
 from fsdp_doctor.weights.extract import lora
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.load import LoadError, load_full_tensors
@@ -87,7 +87,7 @@ def load_sharded_optimizer(
         return fall_back("FSDP2, or FSDP1 without SHARDED_STATE_DICT", original, *arguments, **options)
     bare = getattr(optimizer, "optimizer", optimizer)
     if not bare.state:
-        name = f"{original.__globals__['OPTIMIZER_NAME']}_{optimizer_index}"
+        name = f"{read_global(original, 'OPTIMIZER_NAME')}_{optimizer_index}"
         directory = pathlib.Path(input_dir)
         metadata = FileSystemReader(directory if directory.name == name else directory / name).read_metadata()
         kinds = dict(_list_kinds(metadata.state_dict_metadata))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.fixes.applying import fall_back
-from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.fixes.applying import fall_back, read_global
+from fsdp_doctor.fixes.moving import is_offloaded
 
 
 def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any) -> Any:
@@ -29,9 +29,8 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
 
 
 def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces the last step of ``from_pretrained``, which leaves shards under CPUOffloadPolicy on the device."""
-    units = reader.read(model).fsdp2_units
-    if not units or not all(unit.offloads for unit in units):
+    """Replaces the ends of ``from_pretrained``, which leave shards under CPUOffloadPolicy on the device."""
+    if not is_offloaded(model):
         return fall_back("a model that is not offloaded", original, model, *arguments)
     loaded = original(model, *arguments)
     others = [tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, DTensor)]
@@ -46,7 +45,7 @@ def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments
 def begin_with_backend_for_cpu(original: Callable[..., Any], distributed_config: Any) -> Any:
     """Replaces ``initialize_distributed_mesh``, whose process group cannot reduce the norm of offloaded gradients."""
     device = torch.accelerator.current_accelerator()
-    backend = original.__globals__["DISTRIBUTED_BACKEND_MAP"].get(device.type) if device is not None else None
+    backend = read_global(original, "DISTRIBUTED_BACKEND_MAP").get(device.type) if device is not None else None
     is_offloaded = distributed_config.fsdp_cpu_offload and distributed_config.fsdp_size > 1
     if not is_offloaded or dist.is_initialized() or device is None or backend is None:
         return fall_back("no offload, or a process group that already exists", original, distributed_config)

@@ -1,4 +1,7 @@
-"""Replacements for verl's sender, based on verl 0.7.1 to 0.9.1 (``workers/engine/fsdp/transformer_impl.py``)."""
+"""Replacements for verl's engine, based on verl 0.7.1 to 0.9.1.
+
+Sources: ``workers/engine/fsdp/transformer_impl.py`` and ``utils/fsdp_utils.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.fixes.applying import fall_back, read_global
+from fsdp_doctor.fixes.moving import is_offloaded, move_unsharded
 from fsdp_doctor.fixes.sending import check_sent, choose_bucket_bytes, list_buffers
 from fsdp_doctor.weights.extract import full_tensors, weights_info
 from fsdp_doctor.weights.fingerprints import fingerprint
@@ -52,7 +57,7 @@ def _send(
         return fall_back(str(error), original, engine, **options)  # type: ignore[no-any-return]
     # verl leaves what it offloads by hand on the CPU, since the rollout needs the memory.
     if engine._is_offload_param:
-        original.__globals__["offload_fsdp_model_to_cpu"](model)
+        read_global(original, "offload_fsdp_model_to_cpu")(model)
     # verl's engine is not told the bucket of the rollout.
     bucket_bytes = choose_bucket_bytes(infos, dtype)
     if adapter is not None:
@@ -64,3 +69,11 @@ def _send(
     tensors = full_tensors(model, dtype=dtype, keep_dtype=kept, names="auto", bucket_bytes=bucket_bytes)
     summed = functools.partial(fingerprint, model, dtype=dtype, keep_dtype=kept, names="auto")
     return check_sent(original, tensors, summed), None
+
+
+def leave_shards_to_policy(original: Callable[..., Any], model: nn.Module) -> Any:
+    """Replaces ``load_fsdp2_model_to_gpu``, which moves shards that CPUOffloadPolicy keeps on the CPU."""
+    if not is_offloaded(model):
+        return fall_back("a model of which some units are not offloaded", original, model)
+    move_unsharded(model, read_global(original, "get_device_id")())
+    return None

@@ -14,6 +14,9 @@ from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
 from fsdp_doctor.machine.imports import find_source_file
 from fsdp_doctor.machine.versions import read_installed_versions
 
+# Decorators of frameworks' functions that call the function in a function of their own.
+_WRAPPING = ("torch.no_grad()",)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedFunction:
@@ -23,6 +26,7 @@ class FixedFunction:
     release: the releases that have the same source.
     file: the file of the module.
     first_line: the line of the function or of its first decorator, counted from 1.
+    num_wrappers: the number of the function's decorators that put another function around it.
     """
 
     fix: FrameworkFix
@@ -30,6 +34,7 @@ class FixedFunction:
     release: str
     file: pathlib.Path
     first_line: int
+    num_wrappers: int
 
 
 def choose_fixes(framework: str) -> list[FrameworkFix]:
@@ -88,7 +93,14 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
             f"{digest[:12]}), so the function is not replaced; install this release, or make the change by "
             "hand"
         )
-    return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
+    return FixedFunction(
+        fix=fix,
+        version=version,
+        release=fix.sources[digest],
+        file=file,
+        first_line=first_line,
+        num_wrappers=sum(ast.unparse(decorator) in _WRAPPING for decorator in function.decorator_list),
+    )
 
 
 def _read_version(fix: FrameworkFix) -> str:

@@ -112,7 +112,8 @@ class LightningSession(FrameworkSession):
         whole.parent.mkdir()
         words = ["consolidate_checkpoint", str(directory / "sharded"), "--output_file", str(whole)]
         with mock.patch.object(sys, "argv", words):
-            runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+            # As `python -m` does, which makes it the main module.
+            runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__", alter_sys=True)
         return SavedFiles(directory=whole.parent, format="torch.save", part=("state_dict",))
 
 

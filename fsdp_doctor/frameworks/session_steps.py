@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import pathlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,6 +86,12 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         # The stack is never closed, because the process ends with the case.
         self._lasting = contextlib.ExitStack()
         self._fixes_of_session: list[AppliedFix] = []
+        self._until_method_ends = contextlib.ExitStack()
+        self._fixes_of_method: list[AppliedFix] = []
+        # The fixes whose calls the ranks must tell each other, because some ranks alone make them.
+        self._fixes_of_some_ranks: Sequence[AppliedFix] = ()
+        # Whether a replacement has run in the processes that wrote the checkpoint.
+        self._was_saved_with_fix = False
 
     def build(self) -> FrameworkSession:
         self.recorder.enter("build")
@@ -153,13 +159,19 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
             raise Unsupported(f"{built}: {'; '.join(mismatches)}")
 
+    def begin_fixes(self) -> None:
+        """Replaces the framework's functions until :meth:`end_fixes`, if the case asks for a fix.
+
+        After an exception between the two they stay replaced, because the process ends with the case.
+        """
+        self._fixes_of_method = self._enter_fixes(self._until_method_ends)
+
     @contextlib.contextmanager
-    def apply_fix(self) -> Iterator[None]:
-        """Replaces the framework's function inside the ``with`` block, if the case asks for a fix."""
-        with contextlib.ExitStack() as stack:
-            applied = self._enter_fixes(stack)
+    def end_fixes(self) -> Iterator[None]:
+        """Puts the framework's functions back at the end of the ``with`` block, in which the method runs."""
+        with self._until_method_ends:
             yield
-            self._check_fixes(applied)
+            self._check_fixes(self._fixes_of_method)
 
     def _enter_fixes(self, stack: contextlib.ExitStack) -> list[AppliedFix]:
         """Replaces the framework's functions until the stack is closed.
@@ -178,12 +190,31 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return applied
 
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
-        """Raises Unsupported if the framework's own functions ran instead of the replacements."""
-        if applied and not any(each.num_calls and not each.num_left for each in applied if each.fix.on_every_rank):
-            if not all(each.fix.on_every_rank for each in applied):
-                return
-            ids = " and ".join(each.fix.id for each in applied)
-            raise Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
+        """Raises Unsupported if the framework's own functions ran instead of the replacements.
+
+        Where some ranks alone call a function, the ranks tell each other, and :meth:`recover` raises it.
+        """
+        if not all(each.fix.on_every_rank for each in applied):
+            self._fixes_of_some_ranks = applied
+        elif applied and not self._has_run(applied):
+            raise self._make_unfixed(applied)
+
+    def _has_run(self, applied: Iterable[AppliedFix]) -> bool:
+        """Returns whether one of the replacements has run on this rank, and left no call to the original."""
+        return self._was_saved_with_fix or any(each.num_calls and not each.num_left for each in applied)
+
+    def _make_unfixed(self, applied: Sequence[AppliedFix]) -> Unsupported:
+        ids = " and ".join(each.fix.id for each in applied)
+        return Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
+
+    def recover(self, trainer: FrameworkSession) -> bool:
+        """Checks that a replacement of a function that some ranks alone call has run on at least one rank."""
+        if applied := self._fixes_of_some_ranks:
+            has_run = torch.tensor(int(self._has_run(applied)), device="cpu")
+            dist.all_reduce(has_run, dist.ReduceOp.MAX, group=self.present_runtime.control)
+            if not has_run:
+                raise self._make_unfixed(applied)
+        return True
 
     def call_method(self, trainer: FrameworkSession) -> Any:
         """Does nothing: for most kinds of cases, the method is the framework's own build, save or load."""
@@ -295,6 +326,7 @@ class SessionExtractionSteps(SessionSteps):
 
     def offload(self, trainer: FrameworkSession) -> None:
         self.recorder.enter("offload")
+        self.begin_fixes()
         trainer.offload()
 
     def note_state(self, trainer: FrameworkSession) -> None:
@@ -322,7 +354,7 @@ class SessionExtractionSteps(SessionSteps):
             shard_group_of_one=here.world_size == 1,
             merged_weights=compute_merged_weights(trainer.model, truth.full),
         )
-        with self.apply_fix():
+        with self.end_fixes():
             self._check.run(call, expected, live_tensors=_list_tensor_ids(trainer), owned=owned)
 
     def resume(self, trainer: FrameworkSession) -> None:
@@ -408,12 +440,13 @@ class RollbackSteps(_LoadSteps):
     steps_ahead = _STEPS_AFTER
 
     def take_reference(self, trainer: FrameworkSession) -> None:
+        self.begin_fixes()
         self._save(trainer)
         self._saved_at = trainer.num_steps
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
         self.recorder.enter("load")
-        with self.apply_fix():
+        with self.end_fixes():
             trainer.load(self.directory / "saved")
         trainer.num_steps = self._saved_at
         self._check_loaded(trainer)
@@ -434,7 +467,9 @@ class ResumeSteps(_LoadSteps):
 
     def take_reference(self, trainer: FrameworkSession) -> None:
         self._saved = torch.load(self.directory / "state.pt", weights_only=False)
-        self._outcomes = torch.load(self.directory / f"outcomes_{self.present_runtime.rank}.pt")
+        self._outcomes, self._was_saved_with_fix = torch.load(
+            self.directory / f"outcomes_{self.present_runtime.rank}.pt"
+        )
 
     def look_ahead(self, trainer: FrameworkSession) -> Iterator[None]:
         """Trains nothing: the outcomes come from the run that saved."""
@@ -467,7 +502,8 @@ class SavingSteps(_LoadSteps):
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.present_runtime.rank == 0:
             torch.save(self._saved, self.directory / "state.pt")
-        torch.save(self._outcomes, self.directory / f"outcomes_{self.present_runtime.rank}.pt")
+        outcomes = self._outcomes, self._has_run(self._fixes_of_session)
+        torch.save(outcomes, self.directory / f"outcomes_{self.present_runtime.rank}.pt")
 
 
 def choose_steps(kind: FrameworkMethodKind) -> type[SessionSteps]:

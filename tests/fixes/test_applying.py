@@ -178,6 +178,31 @@ def test_a_static_method_stays_one(toy: Toy, monkeypatch: pytest.MonkeyPatch) ->
     assert toy.load().Sender().send(2) == [2]
 
 
+_DECORATED = """@torch.no_grad()
+def send(weights):
+    return [weights]
+"""
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_function_under_a_decorator_of_torch_is_known_unless_wrapped_again(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    known = {hashlib.sha256(_DECORATED.encode()).hexdigest(): "1.0"}
+    fix = dataclasses.replace(_FIX_OF_FUNCTION, sources=known)
+    monkeypatch.setattr(entry, "FIXES", (fix,))
+    toy.install(f"import torch\n\n\n{_DECORATED}")
+    original = toy.load().send
+    if is_replaced:
+        toy.load().send = functools.wraps(original)(lambda weights: [weights])
+        with pytest.raises(CannotRun, match="already replaced"):
+            apply("toyframework")
+        return
+    with applying.hold_fix(fix.id):
+        assert toy.load().send(1) == 2
+    assert toy.load().send is original
+
+
 def _changes_source(toy: Toy) -> str:
     toy.install(_SOURCE.replace("[weights", "[-weights"))
     return "sha256"

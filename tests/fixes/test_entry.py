@@ -7,6 +7,7 @@ import re
 import pytest
 
 from fsdp_doctor.fixes.entry import FIXES, find_fix_command
+from fsdp_doctor.known.catalogue import find_entry
 
 
 def test_fixes_of_libraries_are_one_command() -> None:
@@ -43,3 +44,17 @@ def test_a_crash_that_other_code_shares_gets_a_fix_by_its_traceback() -> None:
 
 def test_each_fix_has_one_name_for_one_function() -> None:
     assert len({fix.target for fix in FIXES}) == len({fix.id for fix in FIXES})
+
+
+def test_a_fix_for_a_failure_without_frames_of_its_own_needs_a_clue() -> None:
+    shown = {"clues": ("sharding by transformers",), "function": "train.py in main"}
+    assert "--framework transformers" in find_fix_command("FD006", **shown)
+    assert not find_fix_command("FD006", **shown, versions={"transformers": "5.30.0"})
+    assert not find_fix_command("FD006", function="train.py in main")
+    assert "lightning" not in find_fix_command("FD006", **shown)
+
+
+def test_each_fix_mends_a_failure_of_the_catalogue() -> None:
+    for fix in FIXES:
+        assert fix.mends, fix.id
+        assert all(find_entry(code).short_code == code for code in fix.mends), fix.id

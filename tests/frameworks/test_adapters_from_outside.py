@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
 import re
@@ -117,3 +118,46 @@ def test_a_version_that_the_adapter_was_not_run_with_is_said(found_anew: pathlib
     matrix = read_matrix(_NAME)
     assert matrix.describe_untried({"torch": "2.12.0+cu130"}) == ""
     assert "torch 2.9.1 (tried: >=2.10)" in matrix.describe_untried({"torch": "2.9.1"})
+
+
+_TELL = """def tell():
+    return "original"
+"""
+_SITECUSTOMIZE = f"""
+from fsdp_doctor.fixes import FrameworkFix, entry
+
+entry.FIXES = (
+    FrameworkFix(
+        id="tiny-tell",
+        framework="tiny_engine",
+        distribution="torch",
+        target="tiny_engine:tell",
+        versions=">=2",
+        sources={{{hashlib.sha256(_TELL.encode()).hexdigest()!r}: "all"}},
+        mends=(),
+        cures=(),
+        promises="nothing",
+        leaves="nothing",
+        replacement="tiny_fix:tell",
+        on_every_rank=False,
+    ),
+)
+"""
+
+
+@pytest.mark.parametrize(("caller", "kind"), [(1, "ok"), (2, "unsupported")])
+def test_a_function_of_some_ranks_must_be_called_on_one_of_them(
+    found_anew: pathlib.Path, caller: int, kind: str
+) -> None:
+    """The method calls the function on one of two ranks, or on none."""
+    changes = {
+        "\n\nclass Engine:": f"\n\n{_TELL}\n\nclass Engine:",
+        "def weights(self):\n": f"def weights(self):\n        if dist.get_rank() == {caller}:\n            tell()\n",
+        'summary = "engine.weights()"': 'summary = "engine.weights()"\nfix = "tiny-tell"',
+    }
+    env = _write(found_anew, changes)
+    (found_anew / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    (found_anew / "tiny_fix.py").write_text("def tell(original):\n    return None\n")
+    case = f"{_NAME}:none/weights"
+    run = _probe(found_anew, env, "--fix", "--case", case)
+    assert (run.kind(case), run.kind(f"{case}+fix")) == ("ok", kind), run
