@@ -69,13 +69,15 @@ class ConfiguredBuild:
     """Facts about the model that a configuration must bring about; a fact that is left out is not compared.
 
     only: by axis, the values for which the facts hold. strategies: the allowed strategies. offloads: whether FSDP's own
-    policy is on. state_dict_type: the form in which the framework says that it saves.
+    policy is on. state_dict_type: the form in which the framework says that it saves. own_sharding: whether the
+    framework shards without torch's FSDP, so that no unit of it, and no parameter that is not a DTensor, may be there.
     """
 
     only: Mapping[str, tuple[str, ...]]
     strategies: tuple[Strategy, ...] = ()
     offloads: bool | None = None
     state_dict_type: StateDictType | None = None
+    own_sharding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
