@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import pathlib
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -86,6 +87,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         # The stack is never closed, because the process ends with the case.
         self._lasting = contextlib.ExitStack()
         self._fixes_of_session: list[AppliedFix] = []
+        self._raised_before: BaseException | None = None
 
     def build(self) -> FrameworkSession:
         self.recorder.enter("build")
@@ -133,7 +135,12 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         except BaseException as error:
             if not results:
                 try:
-                    life.throw(error)
+                    if inspect.getgeneratorstate(life) == inspect.GEN_CREATED:
+                        # The load of a resume raised before it called back.
+                        self._raised_before = error
+                        next(life)
+                    else:
+                        life.throw(error)
                 except StopIteration as end:
                     results.append(end.value)
             elif not isinstance(error, _AbandonedError):
@@ -147,7 +154,12 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return contextlib.nullcontext()
 
     def check_built(self, trainer: FrameworkSession) -> None:
-        """Raises Unsupported if the session does not match its configuration."""
+        """Raises Unsupported if the session does not match its configuration.
+
+        Raises what a load before the first callback has raised, so that it is recorded as the case's.
+        """
+        if self._raised_before is not None:
+            raise self._raised_before
         scenario = self.case.scenario
         if mismatches := list(find_mismatches(trainer, scenario.matrix.list_builds(scenario.values))):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
