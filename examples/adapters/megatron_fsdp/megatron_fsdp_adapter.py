@@ -12,7 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
@@ -25,6 +30,7 @@ class MegatronSession(FrameworkSession):
 
     def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
         super().__init__(plain)
+        self._use = configuration["use"]
         from megatron_fsdp import fully_shard
         from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -56,6 +62,8 @@ class MegatronSession(FrameworkSession):
     def step(self, tokens: torch.Tensor) -> None:
         batch = tokens.to(self.plain.device)
         self._wrapped(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        if self._use == "clip_grad_norm":
+            torch.nn.utils.clip_grad_norm_(self._wrapped.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -63,12 +71,22 @@ class MegatronSession(FrameworkSession):
         dcp.save(self._make_state(), checkpoint_id=directory)
 
     def load(self, directory: pathlib.Path) -> None:
+        if self._use == "evaluated":
+            with torch.no_grad():
+                self._wrapped(input_ids=self.plain.make_batch(0).to(self.plain.device), use_cache=False)
         state = self._make_state()
         dcp.load(state, checkpoint_id=directory)
+        if self._use == "get_state_dict":
+            weights, moments = state["model"], state["optimizer"]
+            set_state_dict(self._wrapped, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+            return
         self._wrapped.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _make_state(self) -> dict[str, Any]:
+        if self._use == "get_state_dict":
+            weights, moments = get_state_dict(self._wrapped, self.optimizer)
+            return {"model": weights, "optimizer": moments}
         return {"model": self._wrapped.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def list_extractions(self) -> Mapping[str, Extractor]:
@@ -76,7 +94,7 @@ class MegatronSession(FrameworkSession):
             "state_dict": lambda directory: self._read_state_dict(),
             "state_dict.module": lambda directory: self.model.state_dict(),
             "state_dict.full_tensor": self._gather_by_torch,
-            "uneven_dtensor_to_full_tensor": self._gather_by_megatron,
+            "state_dict.to_full_tensor": self._gather_by_megatron,
             "get_model_state_dict": self._get_model_state_dict,
             "dcp.save": self._save_weights,
             "dcp.save.module": self._save_weights_of_module,
