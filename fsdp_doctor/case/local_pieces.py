@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.optimizers import read_values
-from fsdp_doctor.case.sharding import compute_tensor_part, read_contents
+from fsdp_doctor.case.sharding import compute_tensor_part, find_stated_part, read_contents
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
@@ -79,6 +79,8 @@ def list_optimizer_pieces(
             state = optimizer.state.get(tensor.tensor, {}).get(key)
             is_alike = state is None or state.shape == tensor.tensor.shape
             piece = _make_piece(name, state, full, tensor.placed if is_alike else state)
+            if piece is None and may_lack_state(tensor.tensor):
+                continue
         else:
             piece = _read_state_in_unit(places[parameter], optimizer, name, full)
         if piece is None:
@@ -86,6 +88,11 @@ def list_optimizer_pieces(
         elif piece.held.numel():
             pieces.append(piece)
     return pieces, missing
+
+
+def may_lack_state(parameter: torch.Tensor) -> bool:
+    """Returns whether this rank holds nothing of a parameter, as its framework states, and needs no state of it."""
+    return private.read_stated_chunk(parameter) is not None and not private.read_local_tensor(parameter).numel()
 
 
 def write(pieces: list[LocalPiece]) -> None:
@@ -98,10 +105,13 @@ def write(pieces: list[LocalPiece]) -> None:
 
 
 def cut_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
+    """Returns this rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements.
+
+    Where a framework states the parts of its DTensors, they are cut as it states them.
+    """
     if not isinstance(tensor, DTensor):
         return full
-    return compute_tensor_part(dist.get_rank(), tensor).read(full)
+    return (find_stated_part(tensor) or compute_tensor_part(dist.get_rank(), tensor)).read(full)
 
 
 def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:

@@ -8,7 +8,8 @@ group. Nothing here calls ``state_dict``, ``full_tensor`` or an unshard.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.optimizers import read_values
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.sharding import compute_tensor_part, list_ranks, read_contents
+from fsdp_doctor.case.sharding import (
+    compute_stated_parts,
+    compute_tensor_part,
+    find_stated_part,
+    list_ranks,
+    read_contents,
+)
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, ModelContents
@@ -73,7 +80,9 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     runtime.synchronize()
     contents = read_contents(model)
     reference = Reference(buffer_names=frozenset(name for buffer in contents.buffers for name in buffer.names))
-    parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
+    stated_keys = _gather_stated_keys(contents, optimizer, runtime)
+    of_units = _list_unit_parts(reference, contents, optimizer)
+    parts = [*of_units, *_list_tensor_parts(reference, contents, optimizer, stated_keys)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
     reference.codes, weights = _decode(model, reference.full)
@@ -105,9 +114,15 @@ def _decode(model: nn.Module, full: dict[str, torch.Tensor]) -> tuple[dict[str, 
 
 
 def _list_tensor_parts(
-    reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
+    reference: Reference,
+    contents: ModelContents,
+    optimizer: torch.optim.Optimizer | None,
+    stated_keys: Mapping[str, Sequence[str]],
 ) -> Iterator[_Part]:
-    """Yields the parts of tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
+    """Yields the parts of tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers.
+
+    stated_keys: the states of each parameter whose framework states its parts, see :func:`_gather_stated_keys`.
+    """
     for tensor in contents.list_tensors():
         name = tensor.names[0]
         local = reference.local[name] = _copy_to_host(private.read_local_tensor(tensor.tensor))
@@ -115,10 +130,51 @@ def _list_tensor_parts(
     for parameter in contents.parameters:
         name = parameter.names[0]
         reference.parameters.append(name)
-        for key, state in _list_states(optimizer, parameter.tensor):
+        states = dict(_list_states(optimizer, parameter.tensor))
+        if name in stated_keys:
+            for key in stated_keys[name]:
+                local = _copy_to_host(read_values(states[key])) if key in states else torch.empty(0)
+                yield _Part(local, _make_state_joiner(reference.optimizer, f"{name}.{key}", parameter.tensor))
+            continue
+        for key, state in states.items():
             local = _copy_to_host(read_values(state))
             placed = parameter.placed if state.shape == parameter.tensor.shape else state
             yield _Part(local, _make_joiner(reference.optimizer, f"{name}.{key}", placed, state.dtype))
+
+
+def _gather_stated_keys(
+    contents: ModelContents, optimizer: torch.optim.Optimizer | None, runtime: Runtime
+) -> dict[str, list[str]]:
+    """Gathers the states that any rank has of each parameter whose framework states its parts, by its first name.
+
+    A rank that holds nothing of such a parameter need not have a state of it.
+    """
+    stated = [parameter for parameter in contents.parameters if find_stated_part(parameter.tensor) is not None]
+    if not stated:
+        return {}
+    mine = [[key for key, _ in _list_states(optimizer, parameter.tensor)] for parameter in stated]
+    everyone: list[list[list[str]]] = [[] for _ in range(runtime.world_size)]
+    dist.all_gather_object(everyone, mine, group=runtime.control)
+    of_parameters = zip(*everyone, strict=True)
+    return {
+        parameter.names[0]: list(dict.fromkeys(itertools.chain(*sorted(keys, key=len, reverse=True))))
+        for parameter, keys in zip(stated, of_parameters, strict=True)
+    }
+
+
+def _make_state_joiner(
+    into: dict[str, torch.Tensor], name: str, parameter: torch.Tensor
+) -> Callable[[list[torch.Tensor]], None]:
+    """Makes a function that joins a state of a parameter whose framework states its parts."""
+
+    def join(pieces: list[torch.Tensor]) -> None:
+        held = next(piece for piece in pieces if len(piece))
+        if name.endswith(".step"):
+            into[name] = held.view(())
+        else:
+            _make_joiner(into, name, parameter, held.dtype)(pieces)
+
+    return join
 
 
 def _list_states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -139,6 +195,12 @@ def _make_joiner(
         full = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
         replicas: dict[LocalPart, torch.Tensor] = {}
         owners = list_ranks(tensor.device_mesh)
+        if find_stated_part(tensor) is not None:
+            held = [pieces[rank] for rank in tensor.device_mesh.mesh.flatten().tolist()]
+            for part, piece in zip(compute_stated_parts(tensor, [len(each) for each in held]), held, strict=True):
+                part.write(full, piece)
+            into[name] = full
+            return
         for rank, piece in enumerate(pieces):
             if rank not in owners:  # its own mesh, over which it has the same tensor
                 continue

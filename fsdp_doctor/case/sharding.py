@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fsdp_doctor.matrix.axes import Offload, OffloadWay, Sharding
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.expert_groups import list_expert_meshes, place_experts
 from fsdp_doctor.weights.fsdp.reader import ModelContents
-from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part
+from fsdp_doctor.weights.fsdp.shards import LayoutError, LocalPart, compute_part
 
 # Where a model has the mesh along which its experts are hidden.
 _EXPERTS_MESH = "hidden_experts_mesh"
@@ -160,6 +161,32 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
 def read_contents(model: nn.Module) -> ModelContents:
     """Reads the contents of a sharded model, with hidden experts as parts of all experts."""
     return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
+
+
+def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
+    """Finds this rank's part of a tensor whose framework states it; None where the placements say it."""
+    chunk = private.read_stated_chunk(tensor)
+    if chunk is None:
+        return None
+    return LocalPart.from_slices(tuple(slice(begin, begin + size) for begin, size in zip(*chunk, strict=True)))
+
+
+def compute_stated_parts(tensor: DTensor, sizes: Sequence[int]) -> list[LocalPart]:
+    """Computes the parts of all ranks of a tensor whose framework states them; they follow one another by rank.
+
+    sizes: the number of elements on each rank. Raises LayoutError unless one dim is sharded over a mesh of one dim, and
+    the parts make up the whole tensor.
+    """
+    (placement, *others), shape = tensor.placements, tensor.shape
+    if others or not isinstance(placement, Shard):
+        raise LayoutError(f"a tensor of stated parts is placed as {tensor.placements}, and not sharded along one dim")
+    dim, row = placement.dim, max(shape.numel() // max(shape[placement.dim], 1), 1)
+    ends = list(itertools.accumulate(size // row for size in sizes))
+    if ends[-1] != shape[dim] or sum(sizes) != shape.numel():
+        raise LayoutError(f"the ranks hold {list(sizes)} elements of a tensor of {tuple(shape)}")
+    whole = [slice(0, length) for length in shape]
+    cuts = zip((0, *ends), ends, strict=False)
+    return [LocalPart.from_slices((*whole[:dim], slice(*cut), *whole[dim + 1 :])) for cut in cuts]
 
 
 def compute_tensor_part(rank: int, tensor: DTensor) -> LocalPart:

@@ -16,6 +16,7 @@ from fsdp_doctor.case import lora_reference
 from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.lora_reference import Merged, RankPart
 from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.case.sharding import find_stated_part
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem
 from fsdp_doctor.weights.extract import LocalShard, ShardPlace
@@ -36,7 +37,8 @@ class YieldedEntry:
     local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, and its
         placements.
     is_freed: whether the memory of the data was freed, so that nothing can be read.
-    rank_part, num_elements: for a ShardedTensor, this rank's part, and the number of elements of all shards.
+    rank_part: this rank's part of a ShardedTensor, and of a DTensor whose framework states it.
+    num_elements: for a ShardedTensor, the number of elements of all shards.
     place: the place of a local shard.
     """
 
@@ -88,7 +90,7 @@ class YieldedEntry:
 
     def find_part(self, rank: int) -> LocalPart:
         """Returns the part of the tensor that is the rank's data. Raises LayoutError for unsupported placements."""
-        if self.mesh is not None:
+        if self.mesh is not None and self.rank_part is None:
             return compute_part(rank, self.shape, self.mesh, self.placements)
         return self.rank_part or LocalPart.from_slices(tuple(slice(0, 0) for _ in self.shape))
 
@@ -129,6 +131,7 @@ def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
             local_device=local.device,
             mesh=value.device_mesh.mesh,
             placements=tuple(value.placements),
+            rank_part=find_stated_part(value),
         )
     if private.is_sharded_tensor(value):
         return _read_sharded_tensor(name, value, waits)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from torch.distributed.tensor import DTensor
+
 from fsdp_doctor.case import models
 from fsdp_doctor.case.built_scenario import list_policies, recognize_strategy
 from fsdp_doctor.frameworks.adapter import FrameworkSession
 from fsdp_doctor.matrix.frameworks.framework_matrix import ConfiguredBuild
+from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.fsdp import reader
 
 
@@ -24,7 +27,14 @@ def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]
     strategy = recognize_strategy(contents)
     offloads = {policy != "none" for policy in list_policies(contents)}
     num_units = len(contents.fsdp1_units) + len(contents.fsdp2_units)
-    if num_units <= models.NUM_LAYERS:
+    builds = list(builds)
+    if any(asked.own_sharding for asked in builds):
+        plain = [each.names[0] for each in contents.parameters if not isinstance(each.tensor, DTensor)]
+        if plain:
+            yield f"no DTensors, where the framework's own sharding makes them of all parameters: {join_some(plain)}"
+        if num_units:
+            yield f"{num_units} units of torch's FSDP, where the framework's own sharding was asked for"
+    elif num_units <= models.NUM_LAYERS:
         yield f"{num_units} FSDP units, where the root and each of {models.NUM_LAYERS} layers must be a unit"
     for asked in builds:
         if asked.strategies and strategy not in asked.strategies:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import pathlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -86,6 +87,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         # The stack is never closed, because the process ends with the case.
         self._lasting = contextlib.ExitStack()
         self._fixes_of_session: list[AppliedFix] = []
+        self._raised_before: BaseException | None = None
         self._until_method_ends = contextlib.ExitStack()
         self._fixes_of_method: list[AppliedFix] = []
         # The fixes whose calls the ranks must tell each other, because some ranks alone make them.
@@ -139,7 +141,12 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         except BaseException as error:
             if not results:
                 try:
-                    life.throw(error)
+                    if inspect.getgeneratorstate(life) == inspect.GEN_CREATED:
+                        # The load of a resume raised before it called back.
+                        self._raised_before = error
+                        next(life)
+                    else:
+                        life.throw(error)
                 except StopIteration as end:
                     results.append(end.value)
             elif not isinstance(error, _AbandonedError):
@@ -153,7 +160,12 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return contextlib.nullcontext()
 
     def check_built(self, trainer: FrameworkSession) -> None:
-        """Raises Unsupported if the session does not match its configuration."""
+        """Raises Unsupported if the session does not match its configuration.
+
+        Raises the exception of a load that failed before the first callback, so that it is recorded for the case.
+        """
+        if self._raised_before is not None:
+            raise self._raised_before
         scenario = self.case.scenario
         if mismatches := list(find_mismatches(trainer, scenario.matrix.list_builds(scenario.values))):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"

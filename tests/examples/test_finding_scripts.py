@@ -21,10 +21,12 @@ _SCRIPTS = sorted(_FINDINGS.glob("[!_]*.py"))
 _EACH = pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.stem)
 # By what a script imports first of these: the adapter whose shims it needs without a GPU.
 _ADAPTERS = {"trl": "accelerate", "lightning": "lightning", "verl": "verl", "accelerate": "accelerate"} | {
-    "transformers": "accelerate"
+    "transformers": "accelerate",
+    "megatron_fsdp": "megatron_fsdp_adapter:ADAPTER",
 }
 _AS_IT_IS = """
-import runpy, tempfile
+import runpy, sys, tempfile
+sys.path.append({adapters!r})
 tempfile.tempdir = {directory!r}
 {before}
 runpy.run_path({script!r}, run_name="__main__")
@@ -42,7 +44,14 @@ def test_a_script_shows_its_finding(script: pathlib.Path, tmp_path: pathlib.Path
         framework = next((_ADAPTERS[name] for name in _ADAPTERS if name in imported), "")
         before = prepare_for(framework) if framework else ON_THE_EMULATED_DEVICE
     program = tmp_path / "program.py"
-    program.write_text(_AS_IT_IS.format(directory=str(tmp_path), before=before, script=str(script)))
+    program.write_text(
+        _AS_IT_IS.format(
+            adapters=str(ROOT / "examples" / "adapters" / "megatron_fsdp"),
+            directory=str(tmp_path),
+            before=before,
+            script=str(script),
+        )
+    )
     ranks = 1 if "--nproc-per-node 1" in text else 2
     done = run_script(program, "emulated" if before else "cpu", ranks)
     assert set(done.codes) == {0}, done.output

@@ -66,6 +66,14 @@ def test_what_cannot_be_built_is_found_once_for_a_configuration(found_anew: path
     assert (found_anew / "builds").read_text() == "xxxx"
 
 
+def test_a_load_that_raises_in_another_process_is_a_crash(found_anew: pathlib.Path) -> None:
+    env = _write(found_anew, {"self.engine.load(directory)": 'raise RuntimeError("cannot load")'})
+    run = _probe(found_anew, env, "--case", f"{_NAME}:none/load.fresh")
+    assert run.report is not None, run
+    (result,) = run.report.results
+    assert (result.verdict.kind, result.verdict.reason) == ("crash", "RuntimeError: cannot load"), run
+
+
 def test_an_adapter_that_cannot_be_imported_is_found_once_for_all_configurations(found_anew: pathlib.Path) -> None:
     run = _probe(found_anew, _write(found_anew, {"ADAPTER =": "return"}), "--framework", _NAME)
     assert run.report is not None, run

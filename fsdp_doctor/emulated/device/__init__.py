@@ -10,7 +10,7 @@ import itertools
 import os
 import pathlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,12 @@ def __getattr__(name: str) -> Any:
 def is_available() -> bool:
     """Returns True, because the device is host memory."""
     return True
+
+
+def _lazy_call(callable: Callable[[], object], **_: object) -> None:
+    """Calls at once, after the device's initialization. torch.cuda puts the call off until its first use."""
+    _lazy_init()
+    callable()
 
 
 def set_device(device: Device) -> None:

@@ -72,12 +72,15 @@ class ConfiguredBuild:
     strategies: the allowed strategies.
     offloads: whether FSDP's own policy is on.
     state_dict_type: the form of the saved state dict, as the framework reports it.
+    own_sharding: whether the framework shards without torch's FSDP: the model may have no unit of torch's FSDP, and no
+        parameter that is not a DTensor.
     """
 
     only: Mapping[str, tuple[str, ...]]
     strategies: tuple[Strategy, ...] = ()
     offloads: bool | None = None
     state_dict_type: StateDictType | None = None
+    own_sharding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -339,6 +339,19 @@ def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return root
 
 
+def read_stated_chunk(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns (offsets, sizes) of this rank's part of a DTensor where a framework has stated them; None elsewhere.
+
+    A framework that shards otherwise than ``torch.chunk`` says so to distributed checkpoints. Private:
+    ``__create_chunk_list__`` on the local tensor, which ``DTensor`` asks first.
+    """
+    stated = getattr(read_local_tensor(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
+    if stated is None:
+        return None
+    (chunk,) = stated()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
 def count_interleaved(placement: Placement) -> int | None:
     """Returns the number of stretches into which a dim is cut before each stretch is sharded; None if no dim is
     sharded.
