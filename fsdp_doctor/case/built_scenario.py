@@ -75,6 +75,7 @@ class BuiltFacts:
     has_adapters: bool | None = None
     is_quantized: bool | None = None
     is_in_float8: bool | None = None
+    is_in_mxfp8: bool | None = None
     has_buffers: bool | None = None
     has_even_vocabulary: bool | None = None
     backends: Mapping[str, str] | None = None
@@ -146,6 +147,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         has_adapters=any(".lora_" in name for name in names),
         is_quantized=any(hasattr(module, "quant_state") for module in model.modules()),
         is_in_float8=any("Float8Linear" in type(module).__name__ for module in model.modules()),
+        is_in_mxfp8=any("MXFP8" in _name_local_class(parameter) for parameter in parameters),
         has_buffers=bool(contents.buffers),
         has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
         # Of the default process group, by device type.
@@ -179,6 +181,12 @@ def _recognize_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer | Litera
             return Optimizer.TENSOR_LR if isinstance(group["lr"], torch.Tensor) else Optimizer.ADAMW
         case _:
             return "another"
+
+
+def _name_local_class(parameter: torch.Tensor) -> str:
+    """Returns the name of the class of a parameter's shard."""
+    with torch.no_grad():
+        return type(parameter.to_local() if isinstance(parameter, DTensor) else parameter).__name__
 
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
@@ -302,6 +310,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         has_adapters=scenario.model.has_adapters if built_in else None,
         is_quantized=scenario.model.is_quantized if built_in else None,
         is_in_float8=scenario.model is Model.QWEN3_FLOAT8 if built_in else None,
+        is_in_mxfp8=scenario.model is Model.QWEN3_MXFP8 if built_in else None,
         has_buffers=scenario.model.has_buffers if built_in else None,
         has_even_vocabulary=scenario.dims.is_even if built_in else None,
         backends=_derive_backends(scenario, device),
@@ -317,7 +326,9 @@ def _derive_class(model: Model) -> str | None:
             | Model.QWEN3_BUFFERS
             | Model.QWEN3_LORA
             | Model.QWEN3_QLORA
+            | Model.QWEN3_QLORA_BF16
             | Model.QWEN3_FLOAT8
+            | Model.QWEN3_MXFP8
         ):
             return "Qwen3ForCausalLM"
         case Model.QWEN2:
@@ -337,7 +348,8 @@ def _derive_dtypes(scenario: Scenario) -> frozenset[torch.dtype] | None:
     if scenario.version == 1 and scenario.phase.raised and is_moved:
         # A manual offload replaces the shard of a unit that is unsharded by what the unit computes with.
         return None
-    return frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32})
+    is_in_bf16 = scenario.checkpoint is CheckpointFit.FP32 or scenario.model.is_in_bf16
+    return frozenset({torch.bfloat16 if is_in_bf16 else torch.float32})
 
 
 def _derive_units(scenario: Scenario) -> Counter[UnitKind]:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import local_pieces, lora_reference, models, reference
+from fsdp_doctor.case import codes, local_pieces, lora_reference, models, reference
 from fsdp_doctor.case.local_pieces import Full, cut_part
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import read_contents
@@ -51,6 +51,8 @@ class Checkpoint:
     """State of a run between two steps. Tensors are on the host.
 
     weights: the tensors of the state dict, under all names.
+    decoded: the weights that the codes among ``weights`` stand for.
+    scales: the scales of these codes.
     tied_names: the names that are not a parameter's first name.
     missing_key: the name that is left out of the checkpoint ``missing-key``.
     moments: the optimizer's state by ``<parameter>.<state>``, unsharded.
@@ -62,6 +64,8 @@ class Checkpoint:
     """
 
     weights: Full
+    decoded: Full
+    scales: codes.Scales
     tied_names: frozenset[str]
     missing_key: str
     moments: Full
@@ -122,7 +126,9 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
     save(trainer)
     train_one_step(trainer)
     return Checkpoint(
-        weights=truth.full,
+        weights=truth.full | truth.codes,
+        decoded={name: truth.full[name] for name in truth.codes},
+        scales=codes.copy_scales(trainer.model),
         tied_names=frozenset(name for names in tied for name in names[1:]),
         missing_key=max(set(truth.parameters) - {name for names in tied for name in names}),
         moments=truth.optimizer,
@@ -307,6 +313,7 @@ class SavedCheckpoints:
         local_pieces.write(
             local_pieces.list_model_pieces(trainer.model, make_expected_weights(checkpoint, scenario.checkpoint))
         )
+        codes.write_scales(trainer.model, checkpoint.scales)
         if with_optimizer:
             moments, _ = local_pieces.list_optimizer_pieces(trainer.model, trainer.optimizer, checkpoint.moments)
             local_pieces.write(moments)
@@ -327,6 +334,9 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 class CheckpointForms:
     """Brings a checkpoint into the form that a method needs. If torch's function for this form is under test, this is
     done by hand.
+
+    For a model in 4 bits, the form ``full`` has weights, like the checkpoint of its base, and every other form has
+    codes, like torch's saves.
 
     Every rank must call the methods in the same order.
 
@@ -352,7 +362,7 @@ class CheckpointForms:
                 optimizer = self._make_optimizer_state(sharded=False) if contract.loads != "model" else {}
                 if contract.ranks == "rank0" and self._runtime.rank != 0:
                     return _select_loaded(contract, {}, {})
-                weights = self._weights
+                weights = {**self._weights, **self._checkpoint.decoded}
                 if contract.weights == "adapter":
                     weights = lora_reference.select_adapter_weights(weights)
                 return _select_loaded(contract, weights, optimizer)

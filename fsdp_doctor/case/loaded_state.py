@@ -253,7 +253,13 @@ def _is_other_option(ours: Any, wanted: Any) -> bool:
 
 
 def count_optimized(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[int, int]:
-    """Returns (number of the model's parameters that an optimizer has, number of the model's parameters)."""
+    """Returns (number of the model's parameters that an optimizer has, number of the model's parameters).
+
+    What an FSDP1 unit without original parameters shows beside its flat parameter does not count: bitsandbytes
+    registers the codes of the last forward as parameters.
+    """
+    flat_units = [unit for unit in reader.read(model).fsdp1_units if not unit.keeps_originals]
+    shown = {id(tensor) for unit in flat_units for tensor in unit.shown.values()}
     optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if id(parameter) not in shown]
     return sum(id(parameter) in optimized for parameter in parameters), len(parameters)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_doctor.case import local_pieces, lora_reference, models
+from fsdp_doctor.case import codes, local_pieces, lora_reference, models
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, CheckpointForms, SavedCheckpoints, make_expected_weights, start_of
 from fsdp_doctor.case.findings import compare, join_first_names
 from fsdp_doctor.case.loaded_state import LoadedState, count_optimized, find_optimizer_problems
@@ -71,9 +71,11 @@ class LoadingSteps(MatrixSteps):
                 name: self._right[name].to(places[name]).to(tensor.dtype).cpu() for name, tensor in held.items()
             }
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
+            codes.write_scales(trainer.model, self._checkpoint.scales)
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, base))
+            codes.write_scales(trainer.model, self._checkpoint.scales)
         return trainer
 
     def is_reusable(self, trainer: Trainer) -> bool:
@@ -108,6 +110,9 @@ class LoadingSteps(MatrixSteps):
         self._runtime.synchronize()
         reported = () if self._contract.strict else _read_missing_keys(result)
         recorder.add(problems=self._loaded.list_problems(reported), num_tensors=len(self._right))
+        if other := codes.find_other_scales(trainer.model, checkpoint.scales):
+            what = "the codes are multiplied with other scales than those of the checkpoint's model"
+            recorder.note("wrong", f"{what}: {join_first_names(other)}")
         if self.scenario.checkpoint is CheckpointFit.EXTRA_KEY and self._contract.strict:
             what = f"{EXTRA_KEY} of the checkpoint, which the model has not, was dropped in silence"
             recorder.note("incomplete", what)
@@ -165,9 +170,15 @@ class LoadingSteps(MatrixSteps):
         """True if the model may be read. Reading waits for copies in flight, which would hide races."""
         return self.scenario.transfer.is_blocking
 
+    @property
+    def _must_fit(self) -> bool:
+        """True if the load has to succeed. A load that leaves the base of a model in 4 bits alone has to."""
+        leaves_base = self._contract.loads == "optimizer" or self._contract.weights == "adapter"
+        return self.scenario.can_be_loaded if leaves_base else self.scenario.must_load
+
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
-        """Runs the method. If every rank refuses a checkpoint that does not fit, records the refusal."""
-        runtime, must_fit = self._runtime, self.scenario.must_load
+        """Runs the method. If every rank refuses what need not fit, records the refusal."""
+        runtime, must_fit = self._runtime, self._must_fit
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
         runtime.reset_peak()

@@ -80,7 +80,7 @@ def add_special_values(model: Any) -> None:
     if (embedding := find_input_embedding(model)) is not None:
         special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, subnormal, -subnormal])
         weight = embedding.get_parameter("weight")
-        weight[[0, -1]] = special.repeat(weight.shape[1])[: weight.shape[1]]
+        weight[[0, -1]] = special.to(weight.dtype).repeat(weight.shape[1])[: weight.shape[1]]
 
 
 def choose_token_range(name: Model, model: Any) -> range:
@@ -115,9 +115,11 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
         config = _make_config(name, dims)
     model = _check_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name.is_quantized:
-        model = _quantize(model)
+        model = _quantize(model, torch.bfloat16 if name.is_in_bf16 else torch.float32)
     if name is Model.QWEN3_FLOAT8:
         model = _convert_to_float8(model)
+    if name is Model.QWEN3_MXFP8:
+        _convert_to_mxfp8(model)
     if name.has_buffers:
         add_buffers(model, SEED[weights])
     if name.has_adapters:
@@ -125,21 +127,26 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
 
         # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
         adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-        return _check_module(peft.get_peft_model(model, adapters))
+        # Otherwise peft makes adapters in float32, which no unit of FSDP takes beside codes in bfloat16.
+        return _check_module(peft.get_peft_model(model, adapters, autocast_adapter_dtype=not name.is_in_bf16))
     return model
 
 
-def _quantize(model: Any) -> nn.Module:
-    """Quantizes the weights to 4 bits as a QLoRA job does: transformers quantizes while it loads."""
+def _quantize(model: Any, dtype: torch.dtype) -> nn.Module:
+    """Quantizes the weights to 4 bits as a QLoRA job does: transformers quantizes while it loads.
+
+    dtype: the dtype of the other weights, of the computation, and in which the codes are stored.
+    """
     from transformers import BitsAndBytesConfig
 
     options = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_quant_storage=torch.float32,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=dtype,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=dtype == torch.bfloat16,
     )
-    how = {"dtype": torch.float32, "quantization_config": options, "device_map": "cpu"}
+    how = {"dtype": dtype, "quantization_config": options, "device_map": "cpu"}
     return _check_module(type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **how))
 
 
@@ -154,6 +161,15 @@ def _convert_to_float8(model: nn.Module) -> nn.Module:
     return _check_module(
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
     )
+
+
+def _convert_to_mxfp8(model: nn.Module) -> None:
+    """Makes each weight be multiplied in MXFP8, in torchao's emulation, which needs no particular GPU."""
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+    from torchao.quantization import quantize_
+
+    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
 
 
 def check_directory(directory: pathlib.Path) -> None:
@@ -178,7 +194,15 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
     match name:
-        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA | Model.QWEN3_FLOAT8:
+        case (
+            Model.QWEN3
+            | Model.QWEN3_BUFFERS
+            | Model.QWEN3_LORA
+            | Model.QWEN3_QLORA
+            | Model.QWEN3_QLORA_BF16
+            | Model.QWEN3_FLOAT8
+            | Model.QWEN3_MXFP8
+        ):
             return transformers.Qwen3Config(**sizes, head_dim=16)
         case Model.QWEN3_TIED:
             return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
@@ -232,9 +256,9 @@ def _list_needs(name: Model) -> tuple[str, tuple[str, ...]]:
             return "Qwen3Config", ()
         case Model.QWEN3_LORA:
             return "Qwen3Config", ("peft",)
-        case Model.QWEN3_QLORA:
+        case Model.QWEN3_QLORA | Model.QWEN3_QLORA_BF16:
             return "Qwen3Config", ("peft", "bitsandbytes", "accelerate")
-        case Model.QWEN3_FLOAT8:
+        case Model.QWEN3_FLOAT8 | Model.QWEN3_MXFP8:
             return "Qwen3Config", ("torchao",)
         case Model.QWEN2:
             return "Qwen2Config", ()

@@ -7,17 +7,16 @@ group. Nothing here calls ``state_dict``, ``full_tensor`` or an unshard.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.case import codes
 from fsdp_doctor.case.optimizers import read_values
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import (
@@ -27,7 +26,6 @@ from fsdp_doctor.case.sharding import (
     list_ranks,
     read_contents,
 )
-from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.weights.fsdp.shards import LayoutError, LocalPart
@@ -85,7 +83,8 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     parts = [*of_units, *_list_tensor_parts(reference, contents, optimizer, stated_keys)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
-    reference.codes, weights = _decode(model, reference.full)
+    weights = codes.decode(model, reference.full)
+    reference.codes = {name: reference.full[name] for name in weights}
     reference.full |= weights
     # The other names of tied tensors.
     for names in (
@@ -94,23 +93,6 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     ):
         reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
     return reference
-
-
-def _decode(model: nn.Module, full: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns (4-bit codes by the names of their weights, the weights that bitsandbytes computes from them)."""
-    codes, weights = {}, {}
-    for module_name, module in model.named_modules():
-        state: Any = getattr(module, "quant_state", None)
-        if state is None:
-            continue
-        import bitsandbytes.functional
-
-        name = f"{strip_wrappers(f'{module_name}.')}weight"
-        codes[name] = full[name]
-        on_host = copy.deepcopy(state)
-        on_host.to("cpu")
-        weights[name] = bitsandbytes.functional.dequantize_4bit(full[name], on_host)
-    return codes, weights
 
 
 def _list_tensor_parts(

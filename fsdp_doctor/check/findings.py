@@ -245,7 +245,9 @@ def _name_type(model: Model) -> str | None:
             | Model.QWEN3_BUFFERS
             | Model.QWEN3_LORA
             | Model.QWEN3_QLORA
+            | Model.QWEN3_QLORA_BF16
             | Model.QWEN3_FLOAT8
+            | Model.QWEN3_MXFP8
             | Model.CUSTOM
         ):
             return None

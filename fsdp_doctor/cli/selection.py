@@ -96,7 +96,7 @@ class SelectionOptions:
         declare_choice(
             get_args(Level),
             help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (about 1,780 "
-            "cases), or full (about 16,600 cases: every axis). One of",
+            "cases), or full (about 17,100 cases: every axis). One of",
         ),
     ] = None
     full: Annotated[bool, typer.Option("--full", help="The same as --level full.")] = False

@@ -19,6 +19,7 @@ from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession,
 
 _SEED = {"own": 0, "other": 1, "meta": 0}
 _SEQUENCE = 16
+_ASYNC_MODES = {"sync": "disabled", "async": "async", "pinned": "async_with_pinned_mem"}
 
 
 class TorchtitanSession(FrameworkSession):
@@ -37,21 +38,29 @@ class TorchtitanSession(FrameworkSession):
         self._trainer.step = self.num_steps + 1
         batches = [(inputs, tokens.roll(-1, dims=1))]
         self._trainer.train_step(self._trainer.batch_generator(batches))
+        self._wait_for_save()
 
     def save(self, directory: pathlib.Path) -> None:
-        self._save(directory, last_step=False)
+        """Begins to save. An asynchronous save goes on during the next step, which waits for it at its end."""
+        self._begin_save(directory, last_step=False)
 
     def _save(self, directory: pathlib.Path, last_step: bool) -> pathlib.Path:
         """Saves the current step, waits until all files are written, and returns the folder of the step."""
+        self._begin_save(directory, last_step)
+        self._trainer.checkpointer.maybe_wait_for_staging()
+        self._wait_for_save()
+        torch.distributed.barrier()
+        return directory / f"step-{self.num_steps}"
+
+    def _begin_save(self, directory: pathlib.Path, last_step: bool) -> None:
+        self._trainer.checkpointer.folder = str(directory)
+        self._trainer.checkpointer.save(self.num_steps, last_step=last_step)
+
+    def _wait_for_save(self) -> None:
         checkpointer = self._trainer.checkpointer
-        checkpointer.folder = str(directory)
-        checkpointer.save(self.num_steps, last_step=last_step)
-        checkpointer.maybe_wait_for_staging()
         if checkpointer.save_future is not None:
             checkpointer.save_future.result()
             checkpointer.save_future = None
-        torch.distributed.barrier()
-        return directory / f"step-{self.num_steps}"
 
     def load(self, directory: pathlib.Path) -> None:
         self._trainer.checkpointer.folder = str(directory)
@@ -79,7 +88,7 @@ def _make_trainer(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, _SEQUENCE, 100
     config.training.enable_cpu_offload = configuration["offload"] != "none"
     config.checkpoint.enable, config.checkpoint.interval = True, 1
-    config.checkpoint.async_mode = "disabled" if configuration["async_mode"] == "sync" else "async"
+    config.checkpoint.async_mode = _ASYNC_MODES[configuration["async_mode"]]
     config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     if not is_older:
         return config.build()

@@ -25,7 +25,9 @@ EVEN_DIMS: dict[Model, int] = {
     Model.QWEN3_5: 4,
     Model.QWEN3_LORA: 4,
     Model.QWEN3_QLORA: 4,
+    Model.QWEN3_QLORA_BF16: 4,
     Model.QWEN3_FLOAT8: 16,
+    Model.QWEN3_MXFP8: 16,
 }
 
 

@@ -248,7 +248,9 @@ class Model(AxisValue):
     QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
     QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
     QWEN3_QLORA = "qwen3-qlora", "the same over linear layers in 4 bits (bitsandbytes, NF4), stored as float32"
+    QWEN3_QLORA_BF16 = "qwen3-qlora-bf16", "the same in bfloat16, with codes stored as bfloat16 and scales in codes"
     QWEN3_FLOAT8 = "qwen3-float8", "Qwen3 whose decoder layers are gathered and multiplied in float8 (torchao)"
+    QWEN3_MXFP8 = "qwen3-mxfp8", "Qwen3 whose decoder layers are multiplied in MXFP8 (torchao's prototype)"
     CUSTOM = "custom", "the configuration or checkpoint given with --model DIR"
 
     @property
@@ -261,12 +263,22 @@ class Model(AxisValue):
 
     @property
     def has_adapters(self) -> bool:
-        return self in (Model.QWEN3_LORA, Model.QWEN3_QLORA)
+        return self is Model.QWEN3_LORA or self.is_quantized
 
     @property
     def is_quantized(self) -> bool:
         """True if some parameters are codes of a quantization instead of weights."""
-        return self is Model.QWEN3_QLORA
+        return self in (Model.QWEN3_QLORA, Model.QWEN3_QLORA_BF16)
+
+    @property
+    def is_in_bf16(self) -> bool:
+        """True if every parameter is in bfloat16, as transformers loads a model by default."""
+        return self is Model.QWEN3_QLORA_BF16
+
+    @property
+    def is_of_torchao(self) -> bool:
+        """True if weights are in a subclass of torchao, which multiplies them in 8 bits."""
+        return self in (Model.QWEN3_FLOAT8, Model.QWEN3_MXFP8)
 
     @property
     def has_experts(self) -> bool:

@@ -120,7 +120,15 @@ class Scenario:
 
     @property
     def must_load(self) -> bool:
-        """True if a load has to succeed; otherwise every rank may refuse it before anything is changed.
+        """True if a load of weights has to succeed; otherwise every rank may refuse it.
+
+        A load of codes cannot bring their scales, and a load of weights would have to quantize them.
+        """
+        return self.can_be_loaded and not self.model.is_quantized
+
+    @property
+    def can_be_loaded(self) -> bool:
+        """True if a load that leaves codes alone has to succeed.
 
         FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved
         parameters that a step had left unsharded. No loader of weights can repair either.
@@ -157,12 +165,16 @@ class Scenario:
             )
         if self.sharding.divides_experts and not self.dims.is_even:
             return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
-        if self.model is Model.QWEN3_FLOAT8 and self.version == 1:
-            return "torchao gathers in float8 only under FSDP2"
-        if self.model is Model.QWEN3_FLOAT8 and not self.dims.is_even:
-            return "torchao multiplies in float8 only if 16 divides the dimensions"
-        if self.model.is_quantized and self.precision.casts:
+        if self.model.is_of_torchao and self.version == 1:
+            return "torchao gathers weights in 8 bits only under FSDP2"
+        if self.model.is_of_torchao and not self.dims.is_even:
+            return "torchao multiplies in 8 bits only if 16 (float8) or 32 (MXFP8) divides the dimensions"
+        if self.model is Model.QWEN3_MXFP8 and not self.precision.casts:
+            return "torchao gathers weights for MXFP8 in the dtype of a mixed precision"
+        if self.model is Model.QWEN3_QLORA and self.precision.casts:
             return "a cast to bfloat16 destroys 4-bit codes that are stored as float32"
+        if self.model.is_in_bf16 and not self.precision.casts:
+            return "a model in bfloat16 never computes in float32"
         if self.model.is_quantized and (self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT):
             return "a model in 4 bits is quantized from weights before it is sharded"
         if self.model.is_quantized and self.sharding is Sharding.TP:

@@ -71,7 +71,7 @@ class MatrixMethod(Method):
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Returns whether the method can load the scenario's model and its kind of checkpoint."""
         contract = self.contract
-        if scenario.model.is_quantized or (scenario.init.is_meta and contract.loads != "model"):
+        if scenario.init.is_meta and contract.loads != "model":
             return False
         whole_model = contract.loads == "model" and contract.weights == "own"
         if scenario.checkpoint is CheckpointFit.HUB:

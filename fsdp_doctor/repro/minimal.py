@@ -118,9 +118,9 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
             return "it needs a model with experts"
         case Model.QWEN3_LORA:
             return "it needs peft"
-        case Model.QWEN3_QLORA:
+        case Model.QWEN3_QLORA | Model.QWEN3_QLORA_BF16:
             return "it needs peft and bitsandbytes"
-        case Model.QWEN3_FLOAT8:
+        case Model.QWEN3_FLOAT8 | Model.QWEN3_MXFP8:
             return "it needs torchao"
         case Model.QWEN3_5:
             return "it needs a model with linear attention"

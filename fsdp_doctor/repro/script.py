@@ -84,7 +84,7 @@ def locate_method(case: Case) -> MatrixMethod:
         raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} has a model of your own; a script has only built-in models")
-    if scenario.model in (Model.QWEN3_QLORA, Model.QWEN3_FLOAT8):
+    if scenario.model.is_quantized or scenario.model.is_of_torchao:
         raise UsageError(f"case {case.id!r}: no script can be written for the model {scenario.model}")
     if scenario.offload.way in (OffloadWay.MOVED, OffloadWay.BY_PHASE, OffloadWay.BY_PARAMETER):
         raise UsageError(f"case {case.id!r}: no script can be written for the offload {scenario.offload}")
@@ -155,7 +155,7 @@ def _name_config(model: Model) -> str:
             return "Qwen3MoeConfig"
         case Model.QWEN3_5:
             return "Qwen3_5TextConfig"
-        case Model.CUSTOM | Model.QWEN3_QLORA | Model.QWEN3_FLOAT8:
+        case Model.CUSTOM | Model.QWEN3_QLORA | Model.QWEN3_QLORA_BF16 | Model.QWEN3_FLOAT8 | Model.QWEN3_MXFP8:
             raise ValueError(f"the model {model} has no script")
         case _:
             assert_never(model)

@@ -1,4 +1,4 @@
-"""Models in 4 bits, whose codes are no weights, and in float8, whose weights are in a subclass of tensors."""
+"""Models in 4 bits, whose codes are no weights, and in 8 bits, whose weights are in a subclass of tensors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,51 @@ def test_codes_are_wrong_as_weights_and_refused_by_our_functions(
     assert all("base_layer.weight" in result.verdict.reason for result in refused)
 
 
-def test_weights_in_float8_are_right_by_ours_and_lost_by_async_save(tmp_path: pathlib.Path) -> None:
+_LOADS = {
+    "dcp.load.model+optimizer": ("wrong", "codes-loaded-without-their-scales"),
+    "set_model_state_dict.full": ("refused", ""),
+    "load_full_tensors": ("refused", ""),
+    "load_optimizer_state": ("ok", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "adapter"),
+    [
+        ("fsdp2/none/unstaged/qwen3-qlora/fresh/fp32-compute", ("ok", "")),
+        ("fsdp2/policy/unstaged/qwen3-qlora-bf16/fresh", ("ok", "")),
+        ("fsdp1/none/unstaged/qwen3-qlora-bf16/fresh", ("incomplete", "adapter-load-drops-every-name")),
+    ],
+)
+def test_a_load_of_codes_is_wrong_and_of_weights_refused(
+    scenario: str, adapter: tuple[str, str], tmp_path: pathlib.Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    expected = _LOADS | {"set_peft_model_state_dict": adapter}
+    cases = [f"{scenario}/{method}" for method in expected]
+    done = probe(tmp_path, "--fix", *(word for case in cases for word in ("--case", case)), device="emulated")
+    assert done.report is not None, done.stderr
+    found = {
+        result.case.method: (result.verdict.kind, result.known) for result in done.report.results if result.id in cases
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "of_dcp"),
+    [("qwen3-float8", ("ok", "")), ("qwen3-mxfp8", ("crash", "dcp-load-refuses-a-tensor-subclass"))],
+)
+def test_weights_in_8_bits_are_right_by_ours_and_lost_by_async_save(
+    model: str, of_dcp: tuple[str, str], tmp_path: pathlib.Path
+) -> None:
     pytest.importorskip("torchao")
     expected = {
-        "dcp": ("ok", ""),
+        "dcp": of_dcp,
         "dcp.async_save": ("wrong", "async-save-of-a-tensor-subclass-is-not-written"),
         "full_tensors": ("ok", ""),
         "save_full_tensors": ("ok", ""),
     }
-    cases = [f"fsdp2/policy/unstaged/qwen3-float8/{method}" for method in expected]
+    cases = [f"fsdp2/policy/unstaged/{model}/{method}" for method in expected]
     done = probe(tmp_path, "--fix", *(word for case in cases for word in ("--case", case)), device="emulated")
     assert done.report is not None, done.stderr
     found = {

@@ -22,7 +22,7 @@ _OK: dict[str, tuple[str, ...]] = {
         "lightning:fsdp/cpu_offload/sharded/fit.ckpt_path",
         "lightning:model-parallel/none/full/fit.ckpt_path",
     ),
-    "torchtitan": ("torchtitan:cpu_offload/async/load", "torchtitan:none/sync/save.hf"),
+    "torchtitan": ("torchtitan:cpu_offload/async/load", "torchtitan:none/pinned/load", "torchtitan:none/sync/save.hf"),
     "transformers": (
         "transformers:none/from_pretrained",
         "transformers:none/uneven/save_pretrained.consolidated",

@@ -154,6 +154,7 @@ def test_nothing_that_offloading_causes_is_expected_on_the_cpu() -> None:
         "quantized-codes-as-weights",
         "async-save-of-a-tensor-subclass-is-not-written",
         "unshard-shows-float8",
+        "dcp-load-refuses-a-tensor-subclass",
     }
 
 

@@ -160,6 +160,7 @@ def test_adapter_methods_are_selected_only_for_models_with_adapters():
     assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {
         "qwen3-lora",
         "qwen3-qlora",
+        "qwen3-qlora-bf16",
     }
 
 
