@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from . import methods, resumes
 from .entries import ERRORS
-from .programs import Program
+from .program import Program
 from .variants import CLEAN_PROGRAMS
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
