@@ -91,6 +91,12 @@ class Trouble(Enum):
     REPLICAS_DIFFER = Kind(
         "warning", "a merge uses one rank's values", TroubleRemedy.LOOK, "BatchNorm's statistics may differ"
     )
+    LOOSE = Kind(
+        "warning",
+        "the ranks that saved them can load them; nothing can join them",
+        TroubleRemedy.LOOK,
+        "other numbers of ranks need a full state dict, or DTensors",
+    )
     INDEX = Kind("damage", "from_pretrained fails, or omits tensors without a message", TroubleRemedy.WRITE_INDEX)
     LOST_TENSOR = Kind("damage", "from_pretrained initializes the tensor at random", TroubleRemedy.RESTORE_LOST)
     TOTAL_SIZE = Kind("warning", "nothing reads this value", TroubleRemedy.WRITE_INDEX)
