@@ -19,6 +19,9 @@ class TroubleRemedy(Enum):
     )
     SAVE_AGAIN = "save again from the job, or take an older checkpoint"
     SAVE_FULL = "save again from the job, with a full state dict instead of local shards"
+    SAVE_DECODED = (
+        "save again with each weight multiplied by its scale, or restore the quantization_config of config.json"
+    )
     SAVE_PLAIN = "let the program that saved the checkpoint save whole, plain tensors"
     ONE_SAVE = "take all files of the directory from one save"
     CUT_OFF = "save the file again, or cut off the bytes after the last tensor"
@@ -122,6 +125,7 @@ class Trouble(Enum):
         TroubleRemedy.SAVE_AGAIN,
     )
     OTHER_BITS = Kind("damage", "a load reads these bytes as the wrong dtype", TroubleRemedy.SAVE_AGAIN)
+    CODES = Kind("damage", "a load takes the codes for the weights, and drops their scales", TroubleRemedy.SAVE_DECODED)
     CONSTANT = Kind("damage", "a load returns one value for the whole matrix", TroubleRemedy.SAVE_AGAIN)
     ZERO_COLUMNS = Kind("damage", "a load returns zeros for these columns", TroubleRemedy.SAVE_AGAIN)
     PADDED_COLUMNS = Kind(
