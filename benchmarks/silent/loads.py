@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fsdp_doctor
 
 from .entries import publish
-from .program import Program
+from .program import Training
 
 
-class Load(Program):
+class Load(Training):
     """Loads a checkpoint of another run from files, and compares fingerprints with the files."""
 
     command = "fingerprints"

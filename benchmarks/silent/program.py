@@ -1,4 +1,4 @@
-"""A program of the benchmark: a sharded model that is trained on two ranks, and what was found in it."""
+"""Programs of the benchmark on two ranks, and what was found in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,27 @@ def make_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """A sharded model that is trained, and a directory of its own."""
+    """A program on two ranks, with a directory of its own."""
+
+    command = ""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory, self.rank = directory, dist.get_rank()
+        self.findings: list[str] = []
+
+    def report(self, findings: Iterable[object]) -> None:
+        self.findings += map(str, findings)
+
+    def commands(self) -> list[list[str]]:
+        """Lists the commands of ours to run when the program has ended."""
+        return []
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+
+class Training(Program):
+    """A program that trains a sharded model."""
 
     width, inner, vocabulary = 16, 24, 33
     experts = 0
@@ -35,8 +55,7 @@ class Program:
     reshard = True
 
     def __init__(self, directory: pathlib.Path) -> None:
-        self.directory, self.rank = directory, dist.get_rank()
-        self.findings: list[str] = []
+        super().__init__(directory)
         self.model = self.make_model(0)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.05)
 
@@ -61,13 +80,3 @@ class Program:
         self.model(tokens).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def report(self, findings: Iterable[object]) -> None:
-        self.findings += map(str, findings)
-
-    def commands(self) -> list[list[str]]:
-        """The commands of ours to run when the program has ended."""
-        return []
-
-    def run(self) -> None:
-        raise NotImplementedError

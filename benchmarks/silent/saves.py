@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 import fsdp_doctor
 
 from .entries import publish
-from .program import Program, Weights, make_whole
+from .program import Training, Weights, make_whole
 
 
-class ExpertGroups(Program):
+class ExpertGroups(Training):
     """Divides experts among the ranks, shards the rest, and compares fingerprints of what a save would write."""
 
     command = "fingerprints"
@@ -58,7 +58,7 @@ class ExpertsOfOneGroupAreSaved(ExpertGroups):
             yield name, make_whole(tensor)
 
 
-class AsyncSave(Program):
+class AsyncSave(Training):
     """Saves in a thread while the training goes on, and compares the file with the weights of the save."""
 
     command = "fingerprints"
@@ -93,7 +93,7 @@ class StagedCopyIsNoCopy(AsyncSave):
         return {name: tensor.to("cpu") for name, tensor in self.model.state_dict().items()}
 
 
-class Save(Program):
+class Save(Training):
     """Saves a distributed checkpoint, and exports it; the export must be the checkpoint."""
 
     command = "checkpoint verify"

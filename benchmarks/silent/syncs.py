@@ -14,10 +14,10 @@ from torch import nn
 import fsdp_doctor
 
 from .entries import publish
-from .program import Program, Weights, make_whole
+from .program import Training, Weights, make_whole
 
 
-class Sync(Program):
+class Sync(Training):
     """Sends the weights to an engine after each of two steps, and compares fingerprints."""
 
     command = "fingerprints"
@@ -218,7 +218,7 @@ class ExpertsOfAnotherRank(Sync):
             yield name, tensor.roll(2, 0) if ".experts." in name else tensor
 
 
-class Guarded(Program):
+class Guarded(Training):
     """Wraps what must not change a weight into ``unchanged``."""
 
     command = "unchanged"

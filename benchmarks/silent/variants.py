@@ -8,6 +8,8 @@ import torch
 
 from . import loads, saves, syncs
 from .program import Program
+from .unseen import loads as unseen_loads, merges as unseen_merges, saves as unseen_saves
+from .unseen.program import Unseen
 
 _UNEVEN = {"width": 15, "inner": 21, "vocabulary": 37}
 # By name, what a program has under these settings.
@@ -36,8 +38,13 @@ _BASES: dict[type[Program], tuple[str, ...]] = {
     saves.SaveAdapter: ("plain", "uneven", "bfloat16", "computes-in-bfloat16"),
     saves.SaveExperts: ("experts",),
 }
+_UNSEEN: tuple[type[Unseen], ...] = (
+    *(unseen_merges.LoraSyncAfterMergeExit, unseen_merges.Fp8MergeWithoutScale),
+    *(unseen_loads.EpRank0Broadcast, unseen_loads.PpStageLocalNames, unseen_loads.SwigluSwizzleUnderFsdp2),
+    *(unseen_saves.Fsdp2AdapterRank0Slice, unseen_saves.ExpertBiasStaleReference, unseen_saves.TiedHeadOmitted),
+)
 CLEAN_PROGRAMS: dict[str, type[Program]] = {
     f"{base.__name__}-{name}": type(f"{base.__name__}-{name}", (base,), dict(_SETTINGS[name]))
     for base, names in _BASES.items()
     for name in names
-}
+} | {f"{each.__name__}-mended": type(f"{each.__name__}-mended", (each,), {"mended": True}) for each in _UNSEEN}
