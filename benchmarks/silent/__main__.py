@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from . import methods, resumes
 from .entries import ERRORS
-from .programs import Program
+from .program import Program
 from .variants import CLEAN_PROGRAMS
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -89,15 +89,23 @@ def main() -> int:
 
 def _write_table(rows: list[Row]) -> Iterator[str]:
     errors = [row for row in rows if row.is_error]
-    yield "| error | reported | mended by | outcome | by | named | seconds |"
-    yield "|---|---|---|---|---|---|---|"
-    for row in errors:
-        error = ERRORS[row.name]
-        outcome = row.describe_outcome()
-        named = f"`{row.find_word()}`" if outcome == "found" else ""
-        links = f"{_write_link(error.source)} | {_write_link(error.mended_by)}"
-        yield f"| {error.about} (`{row.name}`) | {links} | {outcome} | {row.command} | {named} | {row.seconds:.1f} |"
-    yield ""
+    for are_unseen in (False, True):
+        of_kind = [row for row in errors if bool(ERRORS[row.name].first_run) is are_unseen]
+        if not of_kind:
+            continue
+        if are_unseen:
+            yield "Written by somebody who had not seen the code:"
+            yield ""
+        yield f"| error | reported | mended by |{' first run |' if are_unseen else ''} outcome | by | named | seconds |"
+        yield "|---" * (8 if are_unseen else 7) + "|"
+        for row in of_kind:
+            error = ERRORS[row.name]
+            outcome = row.describe_outcome()
+            named = f"`{row.find_word()}`" if outcome == "found" else ""
+            links = f"{_write_link(error.source)} | {_write_link(error.mended_by)}"
+            known = f"{error.first_run} | {outcome}" if are_unseen else outcome
+            yield f"| {error.about} (`{row.name}`) | {links} | {known} | {row.command} | {named} | {row.seconds:.1f} |"
+        yield ""
     clean = [row for row in rows if not row.is_error]
     alarms = [row.name for row in clean if row.describe_outcome() == "false alarm"]
     failed = [row.name for row in rows if row.failed]

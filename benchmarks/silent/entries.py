@@ -12,7 +12,8 @@ class Published(NamedTuple):
     """A published error.
 
     source: the address of the issue or pull request that reports it. mended_by: that of the change that mended it,
-    or nothing. names: words of which the finding must have one: the tensor or the value that is wrong.
+    or nothing. names: words of which the finding must have one: the tensor or the value that is wrong. first_run: of an
+    error by somebody who had not seen fsdp-doctor's code, the outcome before anything was changed for it.
     """
 
     name: str
@@ -21,20 +22,21 @@ class Published(NamedTuple):
     mended_by: str
     names: tuple[str, ...]
     code: Any
+    first_run: str = ""
 
 
 ERRORS: dict[str, Published] = {}
 
 
 def publish(
-    source: str, mended_by: str = "", *, names: tuple[str, ...], about: str = ""
+    source: str, mended_by: str = "", *, names: tuple[str, ...], about: str = "", first_run: str = ""
 ) -> Callable[[_Defined], _Defined]:
     """Makes a class or a function an entry of the benchmark. about: by default, the first line of its docstring."""
 
     def enter(defined: _Defined) -> _Defined:
         name = defined.__name__
         told = about or (defined.__doc__ or "").strip().splitlines()[0]
-        ERRORS[name] = Published(name, told, _address(source), _address(mended_by), names, defined)
+        ERRORS[name] = Published(name, told, _address(source), _address(mended_by), names, defined, first_run)
         return defined
 
     return enter

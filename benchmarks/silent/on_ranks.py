@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .entries import ERRORS
-from .programs import Program
+from .program import Program
 from .variants import CLEAN_PROGRAMS
 
 

@@ -1,4 +1,4 @@
-"""Published errors of a resume, in the programs that the tests of ``fsdp-doctor resume`` have."""
+"""Published errors of a resume: the programs that the tests of ``fsdp-doctor resume`` have, and two unseen ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 from .entries import ERRORS, publish
+from .unseen import resumes as unseen
 
 TESTS = pathlib.Path(__file__).resolve().parents[2] / "tests"
 
@@ -65,29 +66,47 @@ for _name, (_source, _mended_by, _value) in _PUBLISHED.items():
     _told = (_program.__doc__ or "").partition(": ")[2].splitlines()
     _about = _ABOUT.get(_name) or _told[0][0].upper() + _told[0][1:]
     publish(_source, _mended_by, names=(_value,), about=_about)(_program)
+publish(
+    *("KempnerInstitute/KempnerForge#115", "KempnerInstitute/KempnerForge#115"),
+    names=("no optimizer state",),
+    first_run="missed",
+)(unseen.ResumeTemplateWithoutMoments)
+publish(
+    *("NVIDIA/nvidia-resiliency-ext#376", "NVIDIA/nvidia-resiliency-ext#376"),
+    names=("step of 27",),
+    first_run="false alarm: shapes, of the mended form too",
+)(unseen.AsyncWorkerAliasedStep)
+_MENDED = "-mended"
 CLEAN_RESUMES = (
     *("Right", "Sharded", "EndOfEpoch", "SecondEpoch", "Twice", "Accumulated", "TimeSeed", "Closure", "TwoOptimizers"),
     *("Augmented", "Masters", "Scratch", "Grouped"),
+    *(f"{name}{_MENDED}" for name in unseen.JOBS),
 )
 
 
 def judge(name: str) -> tuple[int, str]:
-    """Returns the exit code and the sentence of ``fsdp-doctor resume`` for a program of the tests."""
+    """Returns the exit code and the sentence of ``fsdp-doctor resume`` for a program."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     judge_run = importlib.import_module("support.resumed").judge
 
-    program = getattr(PROGRAMS, name)
+    bare = name.removesuffix(_MENDED)
+    if bare in unseen.JOBS:
+        options = ("--mended",) if bare != name else ()
+        file, program, ranks, twice = str(unseen.__file__), unseen.JOBS[bare], 2, False
+    else:
+        options, file, program = (), "programs.py", getattr(PROGRAMS, name)
+        ranks, twice = program.ranks, program.twice
     with tempfile.TemporaryDirectory() as work:
         answer = judge_run(
-            *("programs.py", name, "--dir", "{dir}"),
+            *(file, bare, "--dir", "{dir}", *options),
             resume=("--resume",),
             work=pathlib.Path(work),
-            ranks=program.ranks,
+            ranks=ranks,
             at=program.at,
-            twice=program.twice,
+            twice=twice,
         )
     return answer.exit_code, " ".join([answer.sentence, *(finding.text for finding in answer.findings)])
 
 
-RESUMES = tuple(name for name in ERRORS if name in _PUBLISHED)
+RESUMES = tuple(name for name in ERRORS if name in _PUBLISHED or name in unseen.JOBS)

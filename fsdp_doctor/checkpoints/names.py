@@ -12,6 +12,9 @@ from typing import NamedTuple
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WRAPPER_NAMES))})")
 
+# The usual names of embeddings and heads.
+EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$")
+
 _PEFT_ROOT = "base_model.model."
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
 

@@ -96,7 +96,8 @@ class SavedTensor:
 
     ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
     ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
-    tensor does not belong to the model.
+    tensor does not belong to the model. ``is_loose`` is true if ranks saved different plain tensors under this name, so
+    that each piece may be a part of the tensor, at a place that no file tells.
     """
 
     path: tuple[str, ...]
@@ -104,6 +105,7 @@ class SavedTensor:
     shape: Shape
     pieces: list[SavedPiece] = field(default_factory=list)
     parameter: str = ""
+    is_loose: bool = False
 
     @property
     def name(self) -> str:
@@ -155,8 +157,9 @@ class State:
     """Tensors that were saved together.
 
     ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
-    files of the state are missing. ``unread`` maps the path of everything else, such as a quantized tensor, to its file
-    and a description of its kind.
+    files of the state are missing. ``tells_layout`` is false if these are files of ranks with plain tensors alone.
+    ``is_loose`` is true if the tensors may be parts, since no file tells how they were divided. ``unread`` maps the
+    path of everything else, such as a quantized tensor, to its file and a description of its kind.
 
     The remaining fields are set after everything was read: ``roles`` of all tensors and unread entries; ``head``, the
     keys that lead to the model, or None without a model; ``candidates``, parts that may each be the model; and
@@ -174,6 +177,8 @@ class State:
     head: tuple[str, ...] | None = None
     candidates: list[str] = field(default_factory=list)
     is_incomplete: bool = False
+    tells_layout: bool = True
+    is_loose: bool = False
     left_out: dict[str, int] = field(default_factory=dict)
 
     def select(self, role: StateRole) -> Iterator[SavedTensor]:
@@ -286,10 +291,13 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     """Chooses the model's tensors, or all tensors if the checkpoint contains no model.
 
     If the model is stored in several forms, safetensors are preferred, then other files of whole tensors, then shards.
-    Raises BadFile if two states of the same form have the same names.
+    Raises BadFile if two states of the same form have the same names, and if no file tells how the tensors were divided
+    among the ranks.
     """
     model = SavedModel({}, [])
     for state in sorted(checkpoint.states, key=_order_state):
+        if state.is_loose and state.arrangement is Arrangement.RANK_FILES and any(True for _ in state.select("model")):
+            raise BadFile(f"holds plain tensors of ranks, and does not say how they were divided: {state.label}")
         if state.candidates:
             raise BadFile(
                 f"has several parts that may be the model; choose one with --part: {join_some(state.candidates)}"

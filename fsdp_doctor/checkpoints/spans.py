@@ -27,6 +27,8 @@ _HEAD_BYTES = 8
 # _SAMPLE: the number of evenly spaced elements whose magnitude is sampled. _FEWEST_FOR_SIZE: the number of elements
 # below which a piece is too small to compare.
 _SAMPLE, _FEWEST_FOR_SIZE = 64, 256
+# Codes of 8 bits: the least mean and number of different magnitudes in a sample, and the largest magnitudes.
+_LEAST_CODE, _FEWEST_CODES, _LARGEST_INT8, _LARGEST_E4M3 = 16.0, 12, 128.0, 448.0
 # If float32 elements are really pairs of bfloat16 values, few different bytes occur where the exponent of the lower
 # value lies. In real float32 values these bytes are random.
 _FEW_EXPONENTS, _LOOKED_AT = 12, 1024
@@ -79,7 +81,8 @@ class SpanScan:
     ``size`` is the mean magnitude of a sample of elements, and ``spread`` is the standard deviation of the magnitudes
     divided by that mean. ``sample`` holds these elements for Adam's moments and where samples were requested; pieces of
     the same shape are sampled at the same places. ``looks_split`` is true if the first float32 elements look like pairs
-    of bfloat16 values. ``zero_runs`` are at most 1000 ranges of zero bytes that contain a whole page of the file.
+    of bfloat16 values. ``looks_coded`` is the 8-bit dtype whose codes the sampled elements have as their values, or
+    empty. ``zero_runs`` are at most 1000 ranges of zero bytes that contain a whole page of the file.
 
     The other facts exist for contiguous pieces with two or more dims, in which a row runs along the last dim.
     ``zero_columns`` (first, after the last) are zero in all rows that were checked. ``equal_rows`` is the longest run
@@ -103,6 +106,7 @@ class SpanScan:
     spread: float | None = None
     sample: _Array | None = None
     looks_split: bool = False
+    looks_coded: str = ""
     first_bad: int | None = None
     zero_runs: list[tuple[int, int]] = field(default_factory=list)
     zero_columns: tuple[int, int] | None = None
@@ -168,6 +172,7 @@ class SpanScanner:
         if len(sizes) and scan.nbytes >= _FEWEST_FOR_SIZE * self._itemsize:
             scan.size = float(sizes.mean())
             scan.spread = float(sizes.std() / scan.size) if scan.size else None
+            scan.looks_coded = _find_codes(sizes) if self._itemsize > 1 and len(sizes) == _SAMPLE else ""
         if self._keeps_sample:
             scan.sample = self._sample
         return scan
@@ -310,6 +315,19 @@ class _RowScanner:
                 self._run = begin, first + at + 2
                 if self._run[1] - begin > self._longest[1] - self._longest[0]:
                     self._longest = self._run
+
+
+def _find_codes(sizes: _Array) -> str:
+    """Returns the 8-bit dtype whose codes these magnitudes are: many different ones, up to its largest, on its grid.
+
+    Codes use the whole range of their dtype, so that their mean is far above that of weights.
+    """
+    if sizes.mean() <= _LEAST_CODE or len(numpy.unique(sizes)) < _FEWEST_CODES:
+        return ""
+    if sizes.max() <= _LARGEST_INT8 and (sizes == sizes.round()).all():
+        return "int8"
+    mantissas = numpy.frexp(sizes)[0] * 16  # 3 bits after the first one
+    return "float8_e4m3" if sizes.max() <= _LARGEST_E4M3 and (mantissas == mantissas.round()).all() else ""
 
 
 def _read_floats(form: _FloatFormat, bits: _Array) -> _Array:

@@ -19,6 +19,9 @@ class TroubleRemedy(Enum):
     )
     SAVE_AGAIN = "save again from the job, or take an older checkpoint"
     SAVE_FULL = "save again from the job, with a full state dict instead of local shards"
+    SAVE_DECODED = (
+        "save again with each weight multiplied by its scale, or restore the quantization_config of config.json"
+    )
     SAVE_PLAIN = "let the program that saved the checkpoint save whole, plain tensors"
     ONE_SAVE = "take all files of the directory from one save"
     CUT_OFF = "save the file again, or cut off the bytes after the last tensor"
@@ -91,6 +94,12 @@ class Trouble(Enum):
     REPLICAS_DIFFER = Kind(
         "warning", "a merge uses one rank's values", TroubleRemedy.LOOK, "BatchNorm's statistics may differ"
     )
+    LOOSE = Kind(
+        "warning",
+        "the ranks that saved them can load them; nothing can join them",
+        TroubleRemedy.LOOK,
+        "other numbers of ranks need a full state dict, or DTensors",
+    )
     INDEX = Kind("damage", "from_pretrained fails, or omits tensors without a message", TroubleRemedy.WRITE_INDEX)
     LOST_TENSOR = Kind("damage", "from_pretrained initializes the tensor at random", TroubleRemedy.RESTORE_LOST)
     TOTAL_SIZE = Kind("warning", "nothing reads this value", TroubleRemedy.WRITE_INDEX)
@@ -116,6 +125,7 @@ class Trouble(Enum):
         TroubleRemedy.SAVE_AGAIN,
     )
     OTHER_BITS = Kind("damage", "a load reads these bytes as the wrong dtype", TroubleRemedy.SAVE_AGAIN)
+    CODES = Kind("damage", "a load takes the codes for the weights, and drops their scales", TroubleRemedy.SAVE_DECODED)
     CONSTANT = Kind("damage", "a load returns one value for the whole matrix", TroubleRemedy.SAVE_AGAIN)
     ZERO_COLUMNS = Kind("damage", "a load returns zeros for these columns", TroubleRemedy.SAVE_AGAIN)
     PADDED_COLUMNS = Kind(

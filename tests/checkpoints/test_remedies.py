@@ -113,6 +113,7 @@ CURES: dict[TroubleRemedy, Cure] = {
     TroubleRemedy.SAVE_AGAIN: save_again,
     TroubleRemedy.SAVE_FULL: save_again,
     TroubleRemedy.SAVE_PLAIN: save_again,
+    TroubleRemedy.SAVE_DECODED: save_again,
     TroubleRemedy.ONE_SAVE: save_again,
     TroubleRemedy.CUT_OFF: cut_off,
     TroubleRemedy.RENAME: rename,

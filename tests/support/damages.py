@@ -37,6 +37,12 @@ def tensors(file: str, edit: Callable[[dict[str, Any]], Any]) -> Damage:
     return lambda directory: saved.edit_tensors(directory / file, edit)
 
 
+def write_codes(state: dict[str, Any]) -> None:
+    """Replaces a weight by its float8 codes, in the dtype of the weight."""
+    state[DOWN].mul_(448 / state[DOWN].abs().max())
+    state[DOWN].copy_(state[DOWN].to(torch.float8_e4m3fn))
+
+
 def zero_tail(directory: pathlib.Path) -> None:
     file = directory / "model.safetensors"
     size = file.stat().st_size
@@ -623,6 +629,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "an expert as another one": ("experts", tensors(TIED, copy_expert), "copied_tensor"),
     "the moments of another parameter": ("full", full(copy_moments), "copied_tensor"),
+    "codes of float8 as weights": ("tied", tensors(TIED, write_codes), "codes"),
     "a matrix of one value": ("tied", tensors(TIED, lambda t: t[DOWN].fill_(0.02)), "constant"),
     "half of a matrix's columns zero": ("tied", tensors(TIED, lambda t: t[DOWN][:, :48].zero_()), "zero_columns"),
     "twenty equal rows": ("tied", tensors(TIED, lambda t: t[DOWN][10:30].copy_(t[DOWN][10].clone())), "equal_rows"),

@@ -16,6 +16,7 @@ from fsdp_doctor.checkpoints.checks.modules import (
     find_transposed,
 )
 from fsdp_doctor.checkpoints.checks.optimizer import compare_optimizer
+from fsdp_doctor.checkpoints.checks.quantized import find_codes
 from fsdp_doctor.checkpoints.checks.ranks import compare_ranks, find_copied_rows, find_foreign_ranks, find_gaps
 from fsdp_doctor.checkpoints.checks.structure import (
     compare_with_class,
@@ -64,6 +65,7 @@ CHECKS: tuple[_Check, ...] = (
     judge_random_states,
     find_nonfinite,
     find_other_sizes,
+    find_codes,
     find_zeros,
     find_constants,
     find_equal_layers,

@@ -31,7 +31,6 @@ REPEATED_HEADS = re.compile(r"(?:^|[._])(?:[kv]_proj|key|value|kv|qkv_proj|query
 GROUP_SETTING = re.compile(
     r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>lr|initial_lr|eps|weight_decay|betas\.[01]|params\.\d+)$"
 )
-EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,11 @@ class CheckpointEvidence:
         return bool(scans) and all(scan.is_zero for _, scan in scans)
 
     def find_checksum(self, tensor: SavedTensor) -> int | None:
-        """Computes the CRC-32 of the tensor's bytes in row order; None if its pieces are not blocks of whole rows."""
+        """Computes the CRC-32 of the tensor's bytes in row order; None if its pieces are not blocks of whole rows, or
+        their places are not known.
+        """
+        if tensor.is_loose:
+            return None
         crc, at = 0, 0
         for piece, scan in {piece.offsets: (piece, scan) for piece, scan in sorted(self.find_scans(tensor))}.values():
             rows = piece.rows or (0, 1)
@@ -62,11 +65,14 @@ class CheckpointEvidence:
 
     def pair_samples(self, one: SavedTensor, other: SavedTensor) -> Iterator[tuple[Samples, Samples]]:
         """Yields finite elements from the same places of two tensors, for each pair of pieces with the same rows."""
-        samples = {
-            (piece.offsets, piece.shape): scan.sample for piece, scan in self.find_scans(other) if piece.is_contiguous
-        }
+        is_by_rank = one.is_loose or other.is_loose
+
+        def locate(piece: SavedPiece) -> tuple[object, ...]:
+            return piece.offsets, piece.shape, piece.rank if is_by_rank else None
+
+        samples = {locate(piece): scan.sample for piece, scan in self.find_scans(other) if piece.is_contiguous}
         for piece, scan in self.find_scans(one):
-            pair = scan.sample, samples.get((piece.offsets, piece.shape))
+            pair = scan.sample, samples.get(locate(piece))
             if pair[0] is not None and pair[1] is not None and piece.is_contiguous and len(pair[0]) == len(pair[1]):
                 is_there = numpy.isfinite(pair[0]) & numpy.isfinite(pair[1])
                 yield pair[0][is_there], pair[1][is_there]

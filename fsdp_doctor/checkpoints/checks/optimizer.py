@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy
 
 from fsdp_doctor.checkpoints.checks.evidence import (
-    EMBEDDING,
     EXPERT,
     GROUP_SETTING,
     LAYER,
@@ -25,7 +24,7 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     parse_number,
 )
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.names import EMBEDDING, strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some

@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdp_doctor.checkpoints.checks.evidence import REPEATED_HEADS, CheckpointEvidence, find_rank_file
+from fsdp_doctor.checkpoints.checks.evidence import LAYER, REPEATED_HEADS, CheckpointEvidence, find_rank_file
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
     SavedPiece,
@@ -28,7 +29,10 @@ _MOST_BOXES = 2000
 
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas."""
+    """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
+
+    Plain tensors of ranks have no known places, and are passed over.
+    """
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (
         state.arrangement is Arrangement.WHOLE
@@ -36,7 +40,7 @@ def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         or evidence.checkpoint.is_one_file
     ):
         return
-    for tensor in state.tensors.values():
+    for tensor in (each for each in state.tensors.values() if not each.is_loose):
         boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
         file = tensor.file
         if any(o + n > size for box in boxes for o, n, size in zip(*box, tensor.shape, strict=True)):
@@ -88,13 +92,17 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     """Finds tensors that some ranks lack, and copies of a tensor that differ between ranks."""
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     yield from _compare_keys(state)
+    stages = _find_stages(state)
+    if loose := [tensor for tensor in state.tensors.values() if tensor.is_loose] if state.is_loose else []:
+        what = f"{len(loose)} of {len(state.tensors)} tensors differ between the ranks: parts, or copies that differ"
+        yield Symptom(Trouble.LOOSE, what, state.files[0])
     for tensor in state.tensors.values():
         slot = parse_optimizer_slot(tensor)
         # Each rank holds a different part of an FSDP1 flat parameter, but the file does not say so.
         if state.roles[tensor.path] == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
             continue
         here = {piece.rank for piece in tensor.pieces}
-        if state.arrangement is Arrangement.RANK_FILES and here != ranks:
+        if state.arrangement is Arrangement.RANK_FILES and here != ranks and tensor.path not in stages:
             others = ranks - here
             if len(others) < len(here):
                 what = f"this rank lacks the tensor, but {len(here)} of {len(ranks)} ranks have it"
@@ -104,11 +112,34 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
                 what = f"only rank {join_some(sorted(map(str, here)))} of {len(ranks)} ranks has the tensor"
                 yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
         values: dict[Any, tuple[SavedPiece, int | None]] = {}
-        for piece, scan in evidence.find_scans(tensor) if state.arrangement is not Arrangement.WHOLE else ():
+        are_copies = state.arrangement is not Arrangement.WHOLE and not (state.is_loose and tensor.is_loose)
+        for piece, scan in evidence.find_scans(tensor) if are_copies else ():
             first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
             if crc != scan.crc and piece.is_contiguous:
                 what = f"the tensor differs from its copy in {first.file}"
                 yield Symptom(Trouble.REPLICAS_DIFFER, what, piece.file, tensor.name, rank=piece.rank)
+
+
+def _find_stages(state: State) -> set[tuple[str, ...]]:
+    """Finds tensors of layers and modules that some ranks have whole, and the others not at all, as in a pipeline.
+
+    Only plain tensors of ranks are looked at: sharded ones say that every rank has its part.
+    """
+    if state.tells_layout:
+        return set()
+    ranks = frozenset(piece.rank for tensor in state.tensors.values() for piece in tensor.pieces)
+    holders: dict[str, set[frozenset[int | None]]] = defaultdict(set)
+    modules: dict[tuple[str, ...], str] = {}
+    for tensor in state.tensors.values():
+        name = strip_wrappers(slot[0] if (slot := parse_optimizer_slot(tensor)) else tensor.parameter or tensor.name)
+        found = LAYER.match(name)
+        modules[tensor.path] = f"{found['stack']}.{found['number']}" if found else name.rpartition(".")[0] or name
+        holders[modules[tensor.path]].add(frozenset(piece.rank for piece in tensor.pieces))
+    parted = {module for module, of_module in holders.items() if len(of_module) == 1 and ranks not in of_module}
+    # One module on some ranks may be lost on the others. A pipeline has layers so, or the first and the last module.
+    is_pipeline = any(module.rpartition(".")[2].isdecimal() for module in parted)
+    is_pipeline |= len({of_ranks for module in parted for of_ranks in holders[module]}) > 1
+    return {path for path, module in modules.items() if is_pipeline and module in parted}
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:

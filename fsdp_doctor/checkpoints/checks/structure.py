@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import (
-    EMBEDDING,
     EXPERT,
     LAYER,
     LORA,
@@ -21,7 +20,7 @@ from fsdp_doctor.checkpoints.checks.evidence import (
 )
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.model_types import find_marks, has_last_norm
-from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.names import EMBEDDING, strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
@@ -86,6 +85,8 @@ def _name_place(name: str) -> str:
 
 
 def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    if state.is_loose:
+        return
     config = evidence.find_model_config(state)
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
     has_projection = any(_EMBEDDING_WIDTH.search(key) for key in config)
@@ -155,8 +156,8 @@ def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
     In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported.
     """
-    if state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files):
-        return  # these may be one rank's shards, which do not say the whole shape
+    if state.is_loose:
+        return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
     of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     odd: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = defaultdict(list)
@@ -251,7 +252,8 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             what = f"layer {join_some(list(map(str, beyond)))} exists, but num_hidden_layers is {said}"
             yield Symptom(Trouble.UNUSUAL if is_staged else Trouble.EXTRA_LAYERS, what, state.files[0], stack)
         missing = sorted(set(range(expected)) - layers.keys())
-        if missing and (isinstance(said, int) or not _is_sequential(layers)):
+        # The ranks of a pipeline may number their layers each from 0.
+        if missing and not state.is_loose and (isinstance(said, int) or not _is_sequential(layers)):
             what = f"{len(missing)} of {expected} layers are missing: number {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.UNUSUAL if is_staged else Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
@@ -317,7 +319,8 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
         expected = said or max(by_number) + 1
-        if missing := sorted(set(range(expected)) - by_number.keys()):
+        # The ranks of a loose state may number their experts each from 0.
+        if not state.is_loose and (missing := sorted(set(range(expected)) - by_number.keys())):
             what = f"{len(missing)} of {expected} experts are missing: {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.EXPERTS, what, file, name)
         matrices = [tensor for tensor in by_number.values() if len(tensor.shape) > 1 and not evidence.is_zero(tensor)]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import (
-    EMBEDDING,
     LAYER,
     LORA,
     MATRIX,
@@ -23,7 +22,7 @@ from fsdp_doctor.checkpoints.checks.evidence import (
 )
 from fsdp_doctor.checkpoints.checks.optimizer import OptimizedParameter, name_numbers, read_optimizer
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.names import EMBEDDING, strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -462,6 +461,8 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         file = next(iter(by_half.values())).file
         if len(by_half) == 1:
             yield Symptom(Trouble.LORA_PAIR, f"the module has only lora_{next(iter(by_half))}", file, module)
+        elif state.is_loose:
+            continue
         elif not config.get("rank_pattern") and by_half["A"].shape[0] != config.get("r", by_half["A"].shape[0]):
             what = f"lora_A has {by_half['A'].shape[0]} rows, but adapter_config.json says r = {config['r']}"
             yield Symptom(Trouble.SHAPE, what, file, module)
