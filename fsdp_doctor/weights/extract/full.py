@@ -278,7 +278,7 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
         self, tensors: Generator[tuple[TensorSpec, torch.Tensor]], agreement: Agreement, home: HomeStream
     ) -> None:
         self.hand_out = home.hand_out
-        self._hand_out_last = home.hand_out_last
+        self._home = home
         self._items = home.run(tensors)
         self._agreement = agreement
 
@@ -290,7 +290,8 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
         except BaseException as error:
             self._agreement.leave(f"{type(error).__name__}: {error}")
             raise
-        self._hand_out_last(tensor)
+        if self._home.callers is not None:
+            self._home.hand_out_last(tensor)
         return spec, tensor
 
     def close(self) -> None:

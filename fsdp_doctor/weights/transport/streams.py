@@ -32,8 +32,8 @@ class HomeStream:
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
         self._stream: Any = self._module.current_stream(device) if self._module else None
         self._key: Any = private.read_stream_key(device) if self._module else None
-        # The caller's stream, where it is another, as of the step that ``run`` has made last.
-        self._callers: Any = None
+        # The caller's stream at the last step of ``run``; None if it was this stream.
+        self.callers: Any = None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
         """Runs each step of ``items`` in this stream; the first step waits for the current stream."""
@@ -41,9 +41,13 @@ class HomeStream:
             self._stream.wait_stream(callers)
         try:
             while True:
-                self._callers = self._find_callers()
-                with self._enter(self._callers):
+                if self._is_current():
+                    self.callers = None
                     item = next(items, None)
+                else:
+                    self.callers = self._find_callers()
+                    with self._enter(self.callers):
+                        item = next(items, None)
                 if item is None:
                     return
                 yield item
@@ -58,12 +62,23 @@ class HomeStream:
 
     def hand_out_last(self, tensor: torch.Tensor) -> None:
         """Makes the result of the last step of ``run`` available on the stream that was current at that step."""
-        self._hand_to(self._callers, tensor)
+        self._hand_to(self.callers, tensor)
 
     def _hand_to(self, callers: Any, tensor: torch.Tensor) -> None:
         if callers is not None:
             callers.wait_event(self._stream.record_event())
             tensor.record_stream(callers)
+
+    def _is_current(self) -> bool:
+        """Returns whether this stream and its device are current, as for a caller that changes neither.
+
+        This is asked for each tensor, and entering a context for each takes the host longer.
+        """
+        if self._module is None:
+            return True
+        device = self._device
+        is_on_device = device.index in (None, private.read_device_index(device.type))
+        return is_on_device and private.read_stream_key(device) == self._key
 
     def _find_callers(self) -> Any:
         """Returns the current stream; None if it is this stream, and on the CPU."""

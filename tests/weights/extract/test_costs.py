@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -354,3 +355,31 @@ def test_factors_of_adapters_are_gathered_without_the_unit_that_they_are_in() ->
     assert adapter["bytes"] <= 3 * nbytes
     base = sum(tensor.nbytes for _, tensor in full_tensors(model, lora="base"))
     assert merged["bytes"] <= 3 * (nbytes + base)
+
+
+@on_the_device
+def test_the_host_makes_few_calls_for_each_tensor() -> None:
+    """Each call into Python or torch takes time for each tensor, which shows where the links are fast."""
+    few, many = _count_calls(100), _count_calls(300)
+    calls = (many - few) / 200
+    assert calls < 52, calls
+
+
+def _count_calls(number: int) -> int:
+    """Counts the calls that this thread makes in a second extraction of ``number`` small tensors."""
+    model = nn.ParameterList(torch.ones(4, 4) for _ in range(number))
+    fully_shard(model, mesh=mesh_over())
+    calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    extracted(model)
+    sys.setprofile(count)
+    try:
+        for _ in full_tensors(model):
+            pass
+    finally:
+        sys.setprofile(None)
+    return calls
