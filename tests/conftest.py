@@ -42,6 +42,7 @@ _SECOND_TIER = (
         "checkpoints/test_written_by_frameworks.py",
         "emulated/test_pytorch_suite.py",
         "fixes/test_fixed_findings.py",
+        "fixes/test_patched_releases.py",
         "fixes/test_fix_that_explain_names.py",
         "probe/test_default_matrix.py",
     ),

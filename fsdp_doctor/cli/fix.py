@@ -58,7 +58,10 @@ def fix(
         if len(words) > 1 or (words and framework):
             raise UsageError("--diff takes one framework, for example `fsdp-doctor fix verl --diff`")
         functions = find_fixed_functions(words or framework or [], only or [])
-        write(None, render_patch(functions))
+        patch = render_patch(functions)
+        write(None, patch.text)
+        for id in patch.importing:
+            print(f"fsdp-doctor: fix {id} imports fsdp_doctor in the patched framework", file=sys.stderr)
         return
     if not words and not dry_run:
         raise UsageError("no job: write its command after --, for example `fsdp-doctor fix -- torchrun train.py`")

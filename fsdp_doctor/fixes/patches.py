@@ -4,24 +4,94 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import msgspec
+
+from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fixes.sources import FixedFunction
+from fsdp_doctor.machine.imports import find_source_file
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
-def render_patch(functions: Iterable[FixedFunction]) -> str:
-    """Renders a unified diff that ``patch -p1`` takes in the directory that has the frameworks' packages.
+class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One change of a module; its fields are explained in ``edits.toml``."""
 
-    It decorates the functions with :func:`fsdp_doctor.fixes.use_fix`, so the patched framework needs this library.
+    fix: str
+    old: str
+    new: str
+    module: str = ""
+
+    @property
+    def num_lines(self) -> int:
+        """The number of lines that it adds or changes."""
+        lines = difflib.ndiff(self.old.splitlines(), self.new.splitlines())
+        return sum(line.startswith("+ ") for line in lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """A unified diff that ``patch -p1`` takes in the directory that has the frameworks' packages.
+
+    importing: ids of the fixes of which the patched framework imports this library; the others need torch alone.
     """
-    by_module: dict[str, list[FixedFunction]] = {}
+
+    text: str
+    importing: tuple[str, ...]
+
+
+def read_edits() -> list[Edit]:
+    """Reads the table of changes with torch alone."""
+    table = tomllib.loads(pathlib.Path(__file__).with_name("edits.toml").read_text(encoding="utf-8"))
+    return msgspec.convert(table["edit"], list[Edit])
+
+
+def render_patch(functions: Iterable[FixedFunction]) -> Patch:
+    """Renders the fixes as a patch: with torch alone where there are edits, otherwise with this library's functions.
+
+    A function without edits is decorated with :func:`fsdp_doctor.fixes.use_fix`. Raises CannotRun where the rest of a
+    module is not as the edits were written for.
+    """
+    functions = list(functions)
+    edits = read_edits()
+    edited = {edit.fix for edit in edits}
+    decorated = [function for function in functions if function.fix.id not in edited]
+    edits_of: dict[str, list[Edit]] = {}
     for function in functions:
-        by_module.setdefault(function.fix.module, []).append(function)
-    return "".join(_render_module(module, of_module) for module, of_module in by_module.items())
+        for edit in edits:
+            if edit.fix == function.fix.id:
+                edits_of.setdefault(edit.module or function.fix.module, []).append(edit)
+    modules = dict.fromkeys([*edits_of, *(function.fix.module for function in decorated)])
+    texts = [
+        _render_module(
+            module, edits_of.get(module, []), [function for function in decorated if function.fix.module == module]
+        )
+        for module in modules
+    ]
+    return Patch(text="".join(texts), importing=tuple(function.fix.id for function in decorated))
 
 
-def _render_module(module: str, functions: list[FixedFunction]) -> str:
-    text = functions[0].file.read_text(encoding="utf-8")
+def _render_module(module: str, edits: Sequence[Edit], decorated: Sequence[FixedFunction]) -> str:
+    file = find_source_file(module)
+    if file is None:
+        raise CannotRun(f"{module} has no source file here, so no patch can be written for it")
+    text = file.read_text(encoding="utf-8")
+    patched = _apply_edits(_decorate(text, decorated), module, edits)
+    name = "/".join(module.split(".")) + ("/__init__.py" if file.name == "__init__.py" else ".py")
+    lines = text.splitlines(keepends=True), patched.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(*lines, f"a/{name}", f"b/{name}"))
+
+
+def _decorate(text: str, functions: Sequence[FixedFunction]) -> str:
+    if not functions:
+        return text
     lines = text.splitlines(keepends=True)
     patched = list(lines)
     # From the end, so that the numbers of the lines before stay.
@@ -32,5 +102,12 @@ def _render_module(module: str, functions: list[FixedFunction]) -> str:
     imports = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     after_future = [node for node in imports if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")]
     patched.insert(after_future[0].lineno - 1, "from fsdp_doctor.fixes import use_fix\n")
-    name = "/".join(module.split(".")) + ".py"
-    return "".join(difflib.unified_diff(lines, patched, f"a/{name}", f"b/{name}"))
+    return "".join(patched)
+
+
+def _apply_edits(text: str, module: str, edits: Iterable[Edit]) -> str:
+    for edit in edits:
+        if text.count(edit.old) != 1:
+            raise CannotRun(f"fix {edit.fix}: {module} is not as its patch was written for; make the change by hand")
+        text = text.replace(edit.old, edit.new)
+    return text
