@@ -10,7 +10,10 @@ from support.emulated_device import emulated  # noqa: F401, without which the fi
 
 PACKAGE = """
 import torch
+from torch.cuda import _lazy_call  # as Megatron-FSDP imports it
 
+CALLED = []
+_lazy_call(lambda: CALLED.append(torch.cuda.is_initialized()), seed=True)
 BACKEND = {"cuda": "nccl"}.get("cuda")
 
 def make(graph: torch.cuda.CUDAGraph | None = None):  # as transformers names it
@@ -22,6 +25,7 @@ import torch, project, other
 
 def test_the_project_is_on_the_device():
     assert torch.cuda.device_count() == 3
+    assert project.CALLED == [True]
     assert project.make().is_cuda and project.make().cuda(1).get_device() == 1
     assert str(project.make().device) == "emula" + "ted:2" and project.BACKEND == "nccl"
 
