@@ -53,7 +53,9 @@ _REFUSALS = {
         "torch cannot save the optimizer's state of FSDP1's replicas"
     ),
     "fsdp2/none/unstaged/qwen3-qlora/fp32-compute/state_dict": "no script can be written for the model qwen3-qlora",
+    "fsdp2/none/unstaged/qwen3-qlora-bf16/state_dict": "no script can be written for the model qwen3-qlora-bf16",
     "fsdp2/none/unstaged/qwen3-float8/state_dict": "no script can be written for the model qwen3-float8",
+    "fsdp2/none/unstaged/qwen3-mxfp8/state_dict": "no script can be written for the model qwen3-mxfp8",
     "fsdp2/moved/unstaged/state_dict": "no script can be written for the offload moved",
     "fsdp2/by-phase/unstaged/state_dict": "no script can be written for the offload by-phase",
     "fsdp2/by-parameter/unstaged/state_dict": "no script can be written for the offload by-parameter",
