@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import json
-import math
 import os
 import pathlib
 import re
@@ -20,9 +18,9 @@ from fsdp_doctor.checkpoints import dcp
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.formats import KNOWN_FORMATS, OTHER_FORMATS, OTHER_WRITERS, find_other_format
 from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
-from fsdp_doctor.checkpoints.names import EMBEDDING
 from fsdp_doctor.checkpoints.parts import assign_roles
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
+from fsdp_doctor.checkpoints.plain_parts import find_loose_files, find_loose_tensors
 from fsdp_doctor.checkpoints.record import (
     RANK_FILE,
     Arrangement,
@@ -52,8 +50,6 @@ _WHOLE = re.compile(
 _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
-# Matches a path that names one rank's part.
-_OF_ONE_RANK = re.compile(r"(?<![a-z])(?:rank|shard|worker|proc|[tpe]p|mp)[-_]?\d")
 # Troubles that are not reported when only one file was given, since they are about several files.
 _OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX, Trouble.LOST_TENSOR)
 
@@ -86,7 +82,7 @@ def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpo
             )
             found.unchecked.append(f"{pathlib.PurePath(state.directory, state.label)}: {what}")
     reading.note_copies()
-    reading.find_loose_files()
+    find_loose_files(found)
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
         what = (
@@ -427,68 +423,8 @@ class _Reading:
                 state.values[path, chosen[name]] = plain
             for path, kind in found.unread.items() if found else ():
                 state.unread[path] = _join(directory, name), kind
-        self._find_loose(state, is_of_one_rank=expected == 1)
+        find_loose_tensors(self.checkpoint, state, is_of_one_rank=expected == 1)
         return True
-
-    def _find_loose(self, state: State, *, is_of_one_rank: bool) -> None:
-        """Finds plain tensors that differ between ranks: parts of a tensor, or copies that were trained apart.
-
-        Equal tensors are copies of a whole one. One rank's file alone does not show whether its tensors are whole.
-        """
-        is_alone = self._has_other_ranks(state) if self.checkpoint.is_one_file else not is_of_one_rank
-        is_alone &= len(state.files) == 1
-        find_sum = _StoredSums(self.checkpoint.files)
-        for tensor in state.tensors.values() if len(state.files) > 1 else ():
-            # Nothing joins FSDP1's flat parameters, which are known to be parts.
-            if tensor.numel and tensor.shape and not tensor.is_divided and "flat_param" not in tensor.name:
-                sums = {find_sum(piece) for piece in tensor.pieces}
-                tensor.is_loose = len(sums) > 1 or None in sums
-        matrices = [tensor for tensor in state.tensors.values() if len(tensor.shape) > 1]
-        compared = matrices or state.tensors.values()
-        state.is_loose = not state.tells_layout and (is_alone or any(tensor.is_loose for tensor in compared))
-        if state.is_loose:
-            self._note_loose(state)
-
-    def find_loose_files(self) -> None:
-        """Finds files of single ranks among those that count as whole: ``rank0.pt``, ``rank_1/model.safetensors``.
-
-        Other numbers in names, as in ``model_0.pt``, may be those of steps. They count as ranks if the embedding has
-        1/N of the rows or columns that config.json gives, for N such files.
-        """
-        alike: dict[tuple[str, frozenset[tuple[str, ...]]], list[State]] = defaultdict(list)
-        for state in self.checkpoint.states:
-            if state.arrangement is Arrangement.WHOLE and len(state.files) == 1 and state.tensors:
-                alike[re.sub(r"\d+", "#", state.files[0]), frozenset(state.tensors)].append(state)
-        for states in alike.values():
-            names_rank = bool(_OF_ONE_RANK.search(states[0].files[0]))
-            may_be_alone = len(states) == 1 and not self.checkpoint.is_one_file
-            if may_be_alone or not (names_rank or all(self._is_share(each, len(states)) for each in states)):
-                continue
-            for state in states:
-                state.is_loose = True
-                self._note_loose(state)
-
-    def _is_share(self, state: State, count: int) -> bool:
-        """Returns whether an embedding is one of ``count`` parts of the one that config.json describes."""
-        config = self.checkpoint.find_setting(state.directory, "config.json")
-        sizes = (config.get("vocab_size"), config.get("hidden_size", config.get("n_embd")))
-        whole = [size if isinstance(size, int) else 0 for size in sizes]
-        for tensor in state.select("model"):
-            if len(tensor.shape) == 2 and EMBEDDING.search(tensor.parameter) and count > 1:
-                odd = [(part, size) for part, size in zip(tensor.shape, whole, strict=True) if part != size]
-                return len(odd) == 1 and odd[0][1] > 0 and odd[0][0] <= math.ceil(odd[0][1] / count)
-        return False
-
-    def _note_loose(self, state: State) -> None:
-        what = "no file says how they were divided, so neither shapes nor missing layers and experts were judged"
-        place = pathlib.PurePath(state.directory, state.label)
-        self.checkpoint.unchecked.append(f"{place}: whether the ranks' plain tensors are a whole model: {what}")
-
-    def _has_other_ranks(self, state: State) -> bool:
-        """Returns whether another rank's file lies beside the one that was given."""
-        beside = (RANK_FILE.fullmatch(each.name) for each in self.checkpoint.root.iterdir())
-        labels = [found["label"] or found["item"] for found in beside if found is not None]
-        return labels.count(state.label) > 1
 
     def _merge(self, state: State, tensor: SavedTensor, rank: int) -> None:
         """Adds a rank's tensor to the state. Plain tensors whose shapes differ may be parts of one tensor."""
@@ -740,23 +676,6 @@ class _Reading:
                 tensor.pieces.append(piece)
             if copied:
                 self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, but DCP never writes rows twice", path)
-
-
-class _StoredSums:
-    """The checksums that files store for the bytes of their tensors."""
-
-    def __init__(self, files: Mapping[str, SavedFile]) -> None:
-        self._files = files
-        self._members: dict[str, list[Member]] = {}
-
-    def __call__(self, piece: SavedPiece) -> tuple[int, int, int] | None:
-        """Returns the checksum and length of the bytes that the piece belongs to, and its place; None without one."""
-        if piece.file not in self._members:
-            self._members[piece.file] = sorted(self._files[piece.file].members, key=lambda member: member.begin)
-        members = self._members[piece.file]
-        at = bisect.bisect_right(members, piece.begin, key=lambda member: member.begin) - 1
-        found = members[at] if at >= 0 else None
-        return (found.crc, found.nbytes, piece.begin - found.begin) if found and found.crc is not None else None
 
 
 def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
