@@ -116,3 +116,24 @@ def test_the_first_failed_rank_is_shown_if_the_log_names_it(tmp_path: pathlib.Pa
     summary = ["Root Cause (first observed failure):", "  rank      : 3 (local_rank: 3)", "  exitcode  : 1 (pid: 9)"]
     shown = text.render_text(explained(tmp_path, closed, *summary), 1000)
     assert "rank 3" in shown.partition("The original failure")[2]
+
+
+@pytest.mark.parametrize(
+    "carrier",
+    [
+        "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)",
+        "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
+    ],
+    ids=["group", "pool"],
+)
+def test_an_exception_that_carries_others_is_the_cause_only_alone(tmp_path: pathlib.Path, carrier: str) -> None:
+    outer = [BEGIN, '  File "/app/fit.py", line 30, in main', carrier]
+    inner = [BEGIN, f'  File "{_SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_init.py", line 50, in _init']
+    together = explained(tmp_path, *outer, *inner, "ValueError: mesh is of 3 dimensions")
+    assert together.cause is not None
+    assert together.cause.first.type == "ValueError"
+    assert list(together.consequences.values()) == [1]
+    alone = explained(tmp_path, *outer)
+    assert alone.cause is not None
+    assert alone.cause.first.text.split(":")[0].endswith(("ExceptionGroup", "BrokenProcessPool"))
+    assert alone.showing == "failure"
