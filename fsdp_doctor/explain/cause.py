@@ -15,7 +15,10 @@ from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
-from fsdp_doctor.explain.reading import Reading, SymptomReader, read_failure
+from fsdp_doctor.explain.mechanisms import Reading
+from fsdp_doctor.explain.reading import read_failure, read_version_clash
+from fsdp_doctor.explain.symptoms import SymptomReader
+from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
@@ -172,6 +175,7 @@ class Group:
         # Of the same failure, the longest traceback says most.
         if len(other.frames) > len(self.first.frames) or (other.code and not self.first.code):
             self.first.frames, self.first.code = other.frames or self.first.frames, other.code
+            self.first.code_of = other.code_of or self.first.code_of
 
     @property
     def doubt(self) -> tuple[bool, ...]:
@@ -251,6 +255,7 @@ class _Logs:
         self._groups: dict[str, Group] = {}
         self._dropped = 0
         self._clues = LogClues()
+        self._versions = VersionReader()
         self._watchdog = WatchdogReader()
         self._summary: FirstFailure | None = None
         self._dumps: list[Dump] = []
@@ -274,9 +279,10 @@ class _Logs:
             symptoms.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
+            self._versions.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
-        self._symptom = self._symptom or symptoms.found
+        self._symptom = self._symptom or symptoms.end()
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -347,14 +353,18 @@ class _Logs:
         about_fsdp: bool,
     ) -> Reading | None:
         """The reading of what is neither known nor another cause's: of a symptom, or of the exception itself."""
-        if foreign or showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
+        if showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
         if cause is None:
             return self._symptom
-        reading = read_failure(cause.first)
-        # A symptom says more than a message that shows nothing but its place.
-        if reading is None or not reading.clash:
-            reading = self._symptom or reading
+        versions = {"torch": self._clues.torch, **self._versions.versions}
+        if foreign:
+            return read_version_clash(cause.first, versions)
+        reading = read_failure(cause.first, versions)
+        if reading is None:
+            reading = self._symptom
+        elif reading.vague and self._symptom is not None:
+            reading = replace(self._symptom, who=reading.who, when=reading.when, called=reading.called)
         if reading is None or reading.decide or not about_fsdp or showing == "cut":
             return reading
         if not _OF_OPERANDS.search(cause.first.text):
@@ -368,6 +378,7 @@ class _Logs:
             traceback="\n".join(first.frames),
             script=first.script,
             code=first.code,
+            ranks=len(group.sources - {""}),
             indirect=first.quoted,
             log=self._clues.shown,
             torch=self._clues.torch,

@@ -79,6 +79,7 @@ _IPYTHON = re.compile(r"\s{0,40}File (?P<file>[^\s\"]{1,400}):(?P<line>\d{1,9}),
 # In rich's box: a path that was broken at the width of the box, and numbered lines of source.
 _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.{0,200})")
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
+_RICH_MARKED = re.compile(r"\s{0,20}❱\s{0,20}\d{1,9} [│|](?P<code>.*)")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 # FSDP1's assertions print the message alone, behind the stack of the call, whose last frames are torch's own.
@@ -114,7 +115,8 @@ class Raised:
     handler recovers from. quoted: a message in prose, which nothing raised here.
     cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
     as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
-    asserted: that line, where it is an assertion.
+    asserted: that line, where it is an assertion. code_of: maps frames to their lines of code, as far as the log has
+    them.
     """
 
     file: str
@@ -132,6 +134,7 @@ class Raised:
     cut: bool = False
     code: str = ""
     asserted: str = ""
+    code_of: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -144,7 +147,8 @@ class _Open:
 
     indent: how far all of it is indented. source: the last frame's line of code; None until it was read. lines: of this
     source since it began. below: frames that stand below the exception, as where the newest line comes
-    first. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
+    first. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first. code_of: maps
+    frames to their lines of code.
     """
 
     began: Line
@@ -158,11 +162,19 @@ class _Open:
     box: list[str] = field(default_factory=list)
     fatal: bool = False
     below: list[str] = field(default_factory=list)
+    code_of: dict[str, str] = field(default_factory=dict)
 
     def end_box(self) -> None:
-        if self.box:
-            self.frames += _list_frames_in_box(self.box)
-            self.box.clear()
+        for frame, code in _list_frames_in_box(self.box):
+            self.frames.append(frame)
+            self.code_of[frame] = code
+        self.box.clear()
+
+    def add_code(self, text: str) -> None:
+        """Adds a line of code to the innermost frame; a statement may have several lines."""
+        if not _MARKS.match(text):
+            code = f"{self.code_of.get(self.frames[-1], '')} {text.strip()}".strip()
+            self.code_of[self.frames[-1]] = code[:_MAX_FRAME]
 
 
 class ExceptionReader:
@@ -345,6 +357,7 @@ class ExceptionReader:
         text = _strip_repeated(line.text)
         if opened.frames and text.startswith("   "):
             opened.source = opened.source or text.strip()
+            opened.add_code(text)
             return
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
         if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
@@ -363,6 +376,7 @@ class ExceptionReader:
             opened.raised = self._make_raised(line, opened.frames)
         elif opened.source is None and opened.frames:
             opened.source = text.strip()
+            opened.add_code(text)
 
     def _read_alone(self, line: Line, present: _Present) -> None:
         """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
@@ -435,6 +449,7 @@ class ExceptionReader:
         if raised is not None:
             if opened.below and not raised.frames:
                 raised.frames = _order_frames(opened.below)
+            raised.code_of = opened.code_of
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
@@ -522,17 +537,23 @@ def _read_box_content(text: str) -> str:
     return text.removesuffix("│").removesuffix("┃").rstrip()
 
 
-def _list_frames_in_box(lines: Iterable[str]) -> Iterator[str]:
-    """The frames in the content of one box."""
-    joined = ""
+def _list_frames_in_box(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The frames in the content of one box, each with the line of code that the box marks."""
+    joined, frame, code = "", "", ""
     for line in (*lines, ""):
         if line and not _RICH_SOURCE.match(line) and len(joined) < _MAX_FRAME:
             # A line that was broken at a space has lost the space.
             joined += f" {line}" if line.startswith("in ") or joined.endswith(" in") else line
             continue
         if match := _RICH.match(joined):
-            yield _write_as_python(match)
+            if frame:
+                yield frame, code
+            frame, code = _write_as_python(match), ""
+        if marked := _RICH_MARKED.match(line):
+            code = marked["code"].strip()[:_MAX_FRAME]
         joined = ""
+    if frame:
+        yield frame, code
 
 
 def _write_as_python(match: re.Match[str]) -> str:

@@ -124,6 +124,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         their meaning in words. Without them the traceback has to go through FSDP, a DTensor or a state dict.
     unless: ones over message and traceback that show another failure.
     contradicted_by: facts with which it does not show: where a log shows one, the entry is no more than possible.
+    one_rank: only one rank raises it: where several ranks did, the entry is no more than possible.
     needs: the facts without which it does not show. A log has to show them, or the entry is not known for certain; in
         the matrix they are given.
     check: how to see it where nothing raises; only a silent failure has it.
@@ -160,6 +161,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unless: tuple[re.Pattern[str], ...] = ()
     needs: tuple[ClueName, ...] = ()
     contradicted_by: tuple[ClueName, ...] = ()
+    one_rank: bool = False
     check: str = ""
     symptoms: tuple[re.Pattern[str], ...] = ()
     triggers: tuple[Trigger, ...] = ()

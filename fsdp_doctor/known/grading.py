@@ -32,15 +32,16 @@ class Evidence:
 
     message: ``Type: message``. traceback: its frames, the innermost in the last line. script: the file, not torch's,
     whose own line raised it; empty where none is known to have. code: the line of code that it came from, where the log
-    shows it and it does not only raise. indirect: the message stands somewhere else than where
-    it was raised, as in prose. log: the facts that the whole log shows. torch: the version that it names; empty
-    where it names none.
+    shows it and it does not only raise. ranks: how many ranks raised it, as far as the log names them. indirect: the
+    message stands somewhere else than where it was raised, as in prose. log: the facts that the whole log shows. torch:
+    the version that it names; empty where it names none.
     """
 
     message: str
     traceback: str = ""
     script: str = ""
     code: str = ""
+    ranks: int = 0
     indirect: bool = False
     log: Collection[ClueName] = ()
     torch: str = ""
@@ -137,6 +138,8 @@ def _list_contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[st
     for name in entry.contradicted_by:
         if evidence.shows(name):
             yield f"the log shows that {CLUES[name].fact}"
+    if entry.one_rank and evidence.ranks > 1:
+        yield f"{evidence.ranks} ranks raised the exception, but only one does in this failure"
     if evidence.script and not entry.is_raised_in(evidence.script):
         yield f"a line of {evidence.script} raised the exception, which may mean something else there"
     innermost = evidence.traceback.rpartition("\n")[2]

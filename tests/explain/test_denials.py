@@ -34,8 +34,17 @@ _SITE = "/env/lib/python3.12/site-packages"
             ["slurmstepd: error: *** STEP 71.0 ON n3 CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***"],
             "time limit",
         ),
+        ([BEGIN, '  File "/opt/llamafactory/data/converter.py", line 9, in convert', "KeyError: 'messages'"], "data"),
+        (
+            [BEGIN, '  File "/opt/slime/utils/arguments.py", line 9, in parse', "ValueError: no such mode"],
+            "configuration",
+        ),
+        ([BEGIN, '  File "/opt/swift/llm/template/base.py", line 9, in encode', "IndexError: 7"], "template"),
     ],
-    ids=["data", "a script's own error", "a mistake", "disk", "time limit"],
+    ids=[
+        *("data", "a script's own error", "a mistake", "disk", "time limit"),
+        *("a framework's data", "a framework's arguments", "a framework's template"),
+    ],
 )
 def test_a_cause_that_is_not_fsdps_is_denied_where_it_was_read(
     tmp_path: pathlib.Path, lines: list[str], foreign: str
