@@ -16,6 +16,7 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
+from fsdp_doctor.explain.places import Call, find_call
 from fsdp_doctor.explain.reading import read_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.versions import VersionReader
@@ -42,6 +43,8 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+# In how many exceptions of a group the line of the job that led there is looked for.
+_MAX_CALLS = 16
 _SUMMARY_HEADING = "Root Cause (first observed failure)"
 _SUMMARY_LINES = 12
 _SUMMARY_RANK = re.compile(r"\brank\s*: (\d+)")
@@ -149,7 +152,7 @@ class Group:
     signed: whether an entry of the catalogue has its message. matches: the entries that it may be, once the whole log
     is read. consequence: what it follows from, or empty where it does not follow from a failure
     elsewhere. carries: whether it carries one of another rank, from which it follows where the log has that. sources:
-    the ranks or processes that raised it.
+    the ranks or processes that raised it. call: the line of the job that led there, of any of them.
     """
 
     first: Raised
@@ -159,9 +162,12 @@ class Group:
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
+    call: Call | None = None
 
     def add(self, raised: Raised) -> None:
         self.count += 1
+        if self.call is None and self.count <= _MAX_CALLS:
+            self.call = find_call(raised)
         if len(self.sources) < _MAX_SOURCES:
             self.sources.add(raised.source)
         if raised is self.first:
@@ -360,7 +366,7 @@ class _Logs:
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions)
+        reading = read_failure(cause.first, versions, self._find_call(cause))
         if reading is None:
             reading = self._symptom
         elif reading.vague and self._symptom is not None:
@@ -370,6 +376,13 @@ class _Logs:
         if not _OF_OPERANDS.search(cause.first.text):
             return reading
         return replace(reading, decide=_ASK_FOR_TENSORS)
+
+    def _find_call(self, cause: Group) -> Call | None:
+        """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""
+        if cause.call is not None or not cause.first.frames:
+            return cause.call
+        carrying = (group for group in self._groups.values() if group.carries or group.first.chained)
+        return next((group.call for group in carrying if group.call and group.sources & cause.sources), None)
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first

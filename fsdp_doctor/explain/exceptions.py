@@ -115,7 +115,8 @@ class Raised:
     handler recovers from. quoted: a message in prose, which nothing raised here.
     cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
     as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
-    asserted: that line, where it is an assertion. code_of: maps frames to their lines of code, as far as the log has
+    chained: the exception before it, of the same source, was its direct cause. asserted: that line, where it is an
+    assertion. code_of: maps frames to their lines of code, as far as the log has
     them.
     """
 
@@ -133,6 +134,7 @@ class Raised:
     quoted: bool = False
     cut: bool = False
     code: str = ""
+    chained: bool = False
     asserted: str = ""
     code_of: dict[str, str] = field(default_factory=dict)
 
@@ -191,6 +193,7 @@ class ExceptionReader:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._last: OrderedDict[str, Raised] = OrderedDict()
         self._following: set[str] = set()
+        self._chained: set[str] = set()
         self._labels: tuple[str, ...] = ()
         # Of each source the last time; and the lines with a time that were not looked at so far.
         self._times: OrderedDict[str, float] = OrderedDict()
@@ -263,6 +266,8 @@ class ExceptionReader:
             self._open[line.source] = _Open(line, self._find_time(line))
         elif stripped.startswith(_CHAINED):
             self._close(line.source)
+            if _HANDLING not in line.text:
+                self._chained.add(line.source)
             if _HANDLING in line.text and line.source in self._last:
                 last = self._last[line.source]
                 last.swallowed = _FATAL_ERROR.search(last.text) is None
@@ -453,6 +458,8 @@ class ExceptionReader:
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
+            raised.chained = source in self._chained
+            self._chained.discard(source)
             self._last[source] = raised
             self._found.append(raised)
 

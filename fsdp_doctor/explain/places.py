@@ -73,6 +73,7 @@ _PASSING = frozenset({
     "__call__",
     *("_call_impl", "_wrapped_call_impl", "wrapped_func", "decorator", "_compile_wrapper", "auto_init_wrapper"),
 })  # fmt: skip
+_WRAPPER = re.compile(r"wrapper$|wrapped$|_decorator$")
 _LONGEST = 220
 _CALLED = re.compile(r"([A-Za-z_]\w*)\(")
 
@@ -162,7 +163,12 @@ def _name_called(below: Sequence[str], code: str) -> str:
         function = find_function(frame)
         if function in called:
             return function
-        if function in _PASSING or find_package(frame) == "python" or function.startswith("<"):
+        if (
+            function in _PASSING
+            or _WRAPPER.search(function)
+            or find_package(frame) == "python"
+            or function.startswith("<")
+        ):
             continue
         if not (function.startswith("__") and function.endswith("__")):
             return function

@@ -7,29 +7,28 @@ from collections.abc import Mapping
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Reading, apply_mechanism, read_mechanisms
-from fsdp_doctor.explain.places import find_call, find_when, find_who
+from fsdp_doctor.explain.places import Call, find_when, find_who
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-def read_failure(raised: Raised, versions: Mapping[str, str]) -> Reading | None:
+def read_failure(raised: Raised, versions: Mapping[str, str], call: Call | None) -> Reading | None:
     """The reading of one exception; None where neither its message nor its frames say anything.
 
-    versions: those of packages that the log names.
+    versions: those of packages that the log names. call: the line of the job that led there, if the log has it.
     """
-    clash, decide, is_vague = _read_clash(raised, versions)
+    clash, decide, is_vague = _read_clash(raised, versions, call)
     who, when = find_who(raised.frames), find_when(raised.frames)
     if not (clash or who or when):
         return None
-    call = find_call(raised)
     called = call.where if call is not None else ""
     place = f"{raised.file}, line {raised.line}"
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str, bool]:
+def _read_clash(raised: Raised, versions: Mapping[str, str], call: Call | None) -> tuple[str, str, bool]:
     """Returns what clashes, what decides it, and whether a symptom of the log says more.
 
     A mechanism with the facts of the message comes first, then the form of the traceback.
@@ -40,7 +39,7 @@ def _read_clash(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str, 
     for mechanism in read_mechanisms():
         if not mechanism.symptom and (found := apply_mechanism(mechanism, text)):
             return *found, mechanism.vague
-    if found := read_refusal(raised):
+    if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
     return "", "", True
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from fsdp_doctor.explain.exceptions import Raised
-from fsdp_doctor.explain.places import Call, find_call, find_function, find_package, find_who, shorten
+from fsdp_doctor.explain.places import Call, find_function, find_package, find_who, shorten
 
 _DELIBERATE = re.compile(r"(?:raise\b|assert\b|_?p_assert\(|torch\._check|self\._fail|fail\()")
 _OF_CHECKS = frozenset(
@@ -17,6 +17,9 @@ _OF_OPERATIONS = frozenset({"RuntimeError", "NotImplementedError", "TypeError", 
 # Failures that are raised wherever the program happens to be.
 _ANYWHERE = re.compile(
     r"CUDA|NCCL|nccl|out of memory|cuDNN|CUBLAS|[Tt]ime[ds]? ?out|Connection|socket|hipError|device-side"
+)
+_OF_TENSORS = re.compile(
+    r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|grad\w*|elements?|scalar\w*|leaf|views?)\b"
 )
 _LOOKUPS = frozenset({"KeyError", "IndexError", "AttributeError", "StopIteration"})
 # Phases that a job is in: what fails below them is a state, and not the argument of the call.
@@ -119,14 +122,13 @@ def _write_place(frame: str) -> str:
     return f"{parts[1]}{parts[2].split(', in ')[0]}" if len(parts) > 2 else ""
 
 
-def read_refusal(raised: Raised) -> tuple[str, str] | None:
+def read_refusal(raised: Raised, call: Call | None) -> tuple[str, str] | None:
     """Reads a failure from the form of its traceback alone: who refused what, and which line of the job asked for "
     "it."""
-    call = find_call(raised)
     if not raised.frames:
         return _read_bare_refusal(raised)
     if call is None:
-        return None
+        return _read_own_operation(raised)
     innermost = raised.frames[-1]
     code = raised.code_of.get(innermost, "")
     is_deliberate = bool(_DELIBERATE.match(code)) or (not code and raised.type in _OF_CHECKS)
@@ -139,7 +141,7 @@ def read_refusal(raised: Raised) -> tuple[str, str] | None:
         return _read_operation(raised, call, inside, code)
     said = shorten(raised.asserted if raised.asserted and not raised.message else raised.message)
     where = call.where
-    if call.depth > _MAX_DEPTH or _PHASES.match(call.function):
+    if call.depth > _MAX_DEPTH or _PHASES.match(call.function) or (raised.asserted and not raised.message):
         who = find_who(raised.frames) or "the library"
         clash = f"a check in `{inside}` of {who} fails: {said}"
         return (
@@ -159,11 +161,22 @@ def _read_operation(raised: Raised, call: Call, inside: str, code: str) -> tuple
     if raised.type not in _OF_OPERATIONS or not code or _ANYWHERE.search(raised.message):
         return None
     clash = f"the operation `{shorten(code)}` in `{inside}` fails: {shorten(raised.message)}"
+    if not _OF_TENSORS.search(raised.message):
+        return clash, f"Which values does it get? The call is {call.where}."
     return clash, (
         "Which tensors does it get: their shapes, dtypes, devices and placements? Call `fsdp_doctor.examine(model, "
-        "optimizer)` "
-        f"right before {call.where}."
+        f"optimizer)` right before {call.where}."
     )
+
+
+def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
+    """Reads an operation on tensors that C++ refused in a line of the job itself."""
+    frame = raised.frames[-1]
+    code = raised.code_of.get(frame, "")
+    if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):
+        return None
+    call = Call(_write_place(frame), code, "", "", 0)
+    return _read_operation(raised, call, find_function(frame), code)
 
 
 def _read_bare_refusal(raised: Raised) -> tuple[str, str] | None:

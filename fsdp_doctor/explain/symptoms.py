@@ -62,7 +62,19 @@ _SYMPTOM_WORDS = (
         "n't updat",
         "identical",
     ),
-    *("freez", "repeated tok", "not used when", "expected", "Expected", "deadlock", "never re", "['"),
+    *(
+        "freez",
+        "repeated tok",
+        "not used when",
+        "expected",
+        "Expected",
+        "deadlock",
+        "never re",
+        "['",
+        "nly rank",
+        "nly the main",
+        "nly on",
+    ),
 )
 # Words of a line that may be a failure without the form of an exception.
 _ALONE_WORDS = (

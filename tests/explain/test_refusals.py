@@ -81,6 +81,53 @@ def test_an_operation_that_c_refused_is_named_with_the_line_of_the_job(tmp_path:
     assert "fit.py, line 9 (`model(batch)`)" in reading.decide
 
 
+def test_an_operation_in_a_line_of_the_job_is_named(tmp_path: pathlib.Path) -> None:
+    lines = [BEGIN, '  File "/home/u/job/fit.py", line 9, in main', "    weight.add_(1.0)"]
+    reading = _read(tmp_path, "strategy: fsdp", *lines, "RuntimeError: a leaf Variable that requires grad is in use")
+    assert "the operation `weight.add_(1.0)` in `main` fails" in reading.clash
+
+
+@pytest.mark.parametrize("form", ["carrier", "chain"])
+def test_the_line_of_the_job_is_taken_from_what_carried_the_exception(tmp_path: pathlib.Path, form: str) -> None:
+    outer = [
+        *(BEGIN, '  File "/home/u/job/fit.py", line 9, in main', "    dcp.save(state, planner='default')"),
+        *(f'  File "{_SITE}/torch/distributed/checkpoint/utils.py", line 221, in reduce_scatter', "    raise result"),
+    ]
+    inner = [
+        f'  File "{_SITE}/torch/distributed/checkpoint/saver.py", line 44, in local_step',
+        *("    planner.set_up_planner(state)", "AttributeError: 'str' object has no attribute 'set_up_planner'"),
+    ]
+    carried = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0])"
+    chain = "The above exception was the direct cause of the following exception:"
+    lines = {
+        "carrier": [*outer, carried, f"{BEGIN} (RANK 0)", *inner],
+        "chain": [BEGIN, *inner, "", chain, "", *outer, "RuntimeError: the save failed"],
+    }[form]
+    explanation = explained(tmp_path, *lines)
+    assert explanation.cause is not None
+    assert explanation.cause.first.type == "AttributeError"
+    assert explanation.reading is not None
+    assert "fit.py, line 9 (`dcp.save(state, planner='default')`)" in explanation.reading.decide
+
+
+def test_metadata_that_cannot_be_read_is_not_called_absent(tmp_path: pathlib.Path) -> None:
+    read = [
+        BEGIN,
+        f'  File "{_SITE}/torch/distributed/checkpoint/state_dict_loader.py", line 234, in local_step',
+        f'  File "{_SITE}/torch/distributed/checkpoint/filesystem.py", line 930, in read_metadata',
+    ]
+    lines = [*read, "EOFError: Ran out of input", *read, "FileNotFoundError: [Errno 2] No such file or directory: "]
+    lines[-1] += "'/c/__0.metadata'"
+    joined = (
+        "AssertionError: metadata is None; global metadata read failed: Ran out of input; rank local metadata read "
+        "failed"
+    )
+    explanation = explained(tmp_path, *lines, *read[:2], joined)
+    assert explanation.entry is None
+    assert explanation.reading is not None
+    assert "a file is incomplete (EOFError: Ran out of input)" in explanation.reading.clash
+
+
 def test_a_lookup_of_an_optimizers_parameter_is_read_as_such(tmp_path: pathlib.Path) -> None:
     lines = [
         *(BEGIN, '  File "/home/u/job/fit.py", line 9, in save', "    get_optimizer_state_dict(model, optimizer)"),
@@ -203,11 +250,12 @@ def test_the_exception_of_a_worker_is_read_and_not_its_carrier(tmp_path: pathlib
          "[64, 16] in the checkpoint, and [68, 16]", "config.json"),
         (["It runs, but the weights are not updated by the optimizer."], "does not change the weights", "examine"),
         (["expected 291 tensors, got 146 tensors in update_weights"], "146 of 291", "fingerprint"),
+        (["Nothing is printed once save_state is called; only rank 0 calls it."], "only rank 0 calls", "py-spy"),
         (["After the save the job hangs forever, all GPUs at 100%."], "does not go on", "py-spy"),
     ],
     ids=[
         *("quoted loss", "kl", "told loss", "step 0", "two names", "some ranks", "incompatible keys", "two lists"),
-        *("checksums", "memory", "GPU 0", "load report", "no update", "not all", "hang"),
+        *("checksums", "memory", "GPU 0", "load report", "no update", "not all", "one rank", "hang"),
     ],
 )  # fmt: skip
 def test_a_symptom_of_several_lines_or_in_prose_is_read(
