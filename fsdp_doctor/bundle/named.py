@@ -8,17 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_doctor.explain.log_input import LogInput
-from fsdp_doctor.known.clues import make_version_pattern
+from fsdp_doctor.explain.versions import PACKAGE_NAME, VERSION, find_package
 
-# The packages whose versions decide which failures occur, by the names of their distributions.
-_PACKAGES = (
-    *("torch", "transformers", "accelerate", "peft", "trl", "verl", "vllm", "sglang", "ray", "lightning"),
-    *("torchtitan", "torchao", "safetensors", "bitsandbytes", "deepspeed", "axolotl", "flash-attn", "triton", "numpy"),
-)
-_ALIASES = {"pytorch": "torch", "pytorch-lightning": "lightning", "flash_attn": "flash-attn"}
-_NAME = "|".join(sorted((*_PACKAGES, *_ALIASES), key=len, reverse=True))
-_VERSION = make_version_pattern((*_PACKAGES, *_ALIASES))
-_FRAME = re.compile(rf'File "(?:[^"]*/)?(?P<name>{_NAME})/')
+_FRAME = re.compile(rf'File "(?:[^"]*/)?(?P<name>{PACKAGE_NAME})/')
 _PID = re.compile(r"\bpid\s?[=:]?\s?(\d+)")
 _RANK = re.compile(r"\brank\s*[=:]?\s*(\d{1,6})\b|\[rank(\d{1,6})\]")
 _LONGEST_LINE = 4_000
@@ -55,16 +47,12 @@ def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
             for whole in piece.written:
                 line = whole[:_LONGEST_LINE]
                 for found in _FRAME.finditer(line):
-                    named.versions.setdefault(_find_package(found["name"]), "")
-                for found in _VERSION.finditer(line):
-                    name = _find_package(found["name"])
+                    named.versions.setdefault(find_package(found["name"]), "")
+                for found in VERSION.finditer(line):
+                    name = find_package(found["name"])
                     named.versions[name] = named.versions.get(name) or found["version"]
                 if ranks := _RANK.search(line):
                     rank = int(ranks[1] or ranks[2])
                 if (pid := _PID.search(line)) and rank is not None and (ranks or "exitcode" in line):
                     named.ranks.setdefault(pid[1], rank)
     return named
-
-
-def _find_package(name: str) -> str:
-    return _ALIASES.get(name.lower(), name.lower())

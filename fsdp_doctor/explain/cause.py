@@ -15,8 +15,11 @@ from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
-from fsdp_doctor.explain.reading import Reading, SymptomReader, read_failure
-from fsdp_doctor.fixes.entry import DISTRIBUTIONS
+from fsdp_doctor.explain.mechanisms import Reading
+from fsdp_doctor.explain.places import Call, find_call
+from fsdp_doctor.explain.reading import read_failure, read_version_clash
+from fsdp_doctor.explain.symptoms import SymptomReader
+from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import ClueName, LogClues
@@ -40,6 +43,8 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+# In how many exceptions of a group the line of the job that led there is looked for.
+_MAX_CALLS = 16
 _SUMMARY_HEADING = "Root Cause (first observed failure)"
 _SUMMARY_LINES = 12
 _SUMMARY_RANK = re.compile(r"\brank\s*: (\d+)")
@@ -155,6 +160,7 @@ class Group:
     carries: whether the message repeats an exception of another rank. The exception is then a consequence, unless every
         group of the log is a consequence.
     sources: the ranks or processes that raised the exception.
+    call: the line of the job that led to the exception on any of them.
     """
 
     first: Raised
@@ -164,9 +170,12 @@ class Group:
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
+    call: Call | None = None
 
     def add(self, raised: Raised) -> None:
         self.count += 1
+        if self.call is None and self.count <= _MAX_CALLS:
+            self.call = find_call(raised)
         if len(self.sources) < _MAX_SOURCES:
             self.sources.add(raised.source)
         if raised is self.first:
@@ -180,6 +189,7 @@ class Group:
         # Of the same failure, the longest traceback says most.
         if len(other.frames) > len(self.first.frames) or (other.code and not self.first.code):
             self.first.frames, self.first.code = other.frames or self.first.frames, other.code
+            self.first.code_of = other.code_of or self.first.code_of
 
     @property
     def doubt(self) -> tuple[bool, ...]:
@@ -274,7 +284,8 @@ class _Logs:
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._dropped = 0
-        self._clues = LogClues(DISTRIBUTIONS)
+        self._clues = LogClues()
+        self._versions = VersionReader()
         self._watchdog = WatchdogReader()
         self._summary: FirstFailure | None = None
         self._dumps: list[Dump] = []
@@ -298,9 +309,10 @@ class _Logs:
             symptoms.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
+            self._versions.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
-        self._symptom = self._symptom or symptoms.found
+        self._symptom = self._symptom or symptoms.end()
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -359,7 +371,7 @@ class _Logs:
             dumps=len(self._dumps),
             killed_for_memory=self._killed_for_memory,
             torch=self._clues.torch,
-            versions=self._clues.versions,
+            versions=self._versions.versions,
             clues=frozenset(self._clues.shown),
         )
 
@@ -372,22 +384,31 @@ class _Logs:
         *,
         about_fsdp: bool,
     ) -> Reading | None:
-        """Returns facts about an exception or a symptom; None if it is known for certain or has a cause other than
-        FSDP.
-        """
-        if foreign or showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
+        """Returns facts about an exception or a symptom; None if the catalogue knows the failure for certain."""
+        if showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
         if cause is None:
             return self._symptom
-        reading = read_failure(cause.first)
-        # A symptom says more than a message that shows nothing but its place.
-        if reading is None or not reading.clash:
-            reading = self._symptom or reading
+        versions = {"torch": self._clues.torch, **self._versions.versions}
+        if foreign:
+            return read_version_clash(cause.first, versions)
+        reading = read_failure(cause.first, versions, self._find_call(cause))
+        if reading is None:
+            reading = self._symptom
+        elif reading.vague and self._symptom is not None:
+            reading = replace(self._symptom, who=reading.who, when=reading.when, called=reading.called)
         if reading is None or reading.decide or not about_fsdp or showing == "cut":
             return reading
         if not _OF_OPERANDS.search(cause.first.text):
             return reading
         return replace(reading, decide=_ASK_FOR_TENSORS)
+
+    def _find_call(self, cause: Group) -> Call | None:
+        """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""
+        if cause.call is not None or not cause.first.frames:
+            return cause.call
+        carrying = (group for group in self._groups.values() if group.carries or group.first.chained)
+        return next((group.call for group in carrying if group.call and group.sources & cause.sources), None)
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
@@ -396,6 +417,7 @@ class _Logs:
             traceback="\n".join(first.frames),
             script=first.script,
             code=first.code,
+            ranks=len(group.sources - {""}),
             indirect=first.quoted,
             log=self._clues.shown,
             torch=self._clues.torch,

@@ -81,6 +81,7 @@ _IPYTHON = re.compile(r"\s{0,40}File (?P<file>[^\s\"]{1,400}):(?P<line>\d{1,9}),
 # In rich's box: a path that was broken at the width of the box, and numbered lines of source.
 _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.{0,200})")
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
+_RICH_MARKED = re.compile(r"\s{0,20}❱\s{0,20}\d{1,9} [│|](?P<code>.*)")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 # FSDP1's assertions print the message alone, behind the stack of the call, whose last frames are torch's own.
@@ -121,7 +122,9 @@ class Raised:
     cut: whether the traceback ends before its exception; the message then says only this.
     code: the line of code that raised the exception, as the log shows it below the innermost frame, or directly above a
         message without frames; empty if that line is only a ``raise`` or ``assert``.
+    chained: whether the exception before it, of the same source, was its direct cause.
     asserted: the same line if it is an assertion; empty otherwise.
+    code_of: maps frames to their lines of code, if the log shows them.
     """
 
     file: str
@@ -138,7 +141,9 @@ class Raised:
     quoted: bool = False
     cut: bool = False
     code: str = ""
+    chained: bool = False
     asserted: str = ""
+    code_of: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -155,6 +160,7 @@ class _Open:
     below: the frames below the exception, as in a log whose newest line comes first.
     box: the lines inside the box that rich draws around a traceback.
     fatal: whether this is the stack that the interpreter prints for a fatal error, innermost frame first.
+    code_of: maps frames to their lines of code.
     """
 
     began: Line
@@ -168,11 +174,19 @@ class _Open:
     box: list[str] = field(default_factory=list)
     fatal: bool = False
     below: list[str] = field(default_factory=list)
+    code_of: dict[str, str] = field(default_factory=dict)
 
     def end_box(self) -> None:
-        if self.box:
-            self.frames += _list_frames_in_box(self.box)
-            self.box.clear()
+        for frame, code in _list_frames_in_box(self.box):
+            self.frames.append(frame)
+            self.code_of[frame] = code
+        self.box.clear()
+
+    def add_code(self, text: str) -> None:
+        """Adds a line of code to the innermost frame; a statement may have several lines."""
+        if not _MARKS.match(text):
+            code = f"{self.code_of.get(self.frames[-1], '')} {text.strip()}".strip()
+            self.code_of[self.frames[-1]] = code[:_MAX_FRAME]
 
 
 class ExceptionReader:
@@ -189,6 +203,7 @@ class ExceptionReader:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._last: OrderedDict[str, Raised] = OrderedDict()
         self._following: set[str] = set()
+        self._chained: set[str] = set()
         self._labels: tuple[str, ...] = ()
         # Of each source the last time; and the lines with a time that were not looked at so far.
         self._times: OrderedDict[str, float] = OrderedDict()
@@ -263,6 +278,8 @@ class ExceptionReader:
             self._open[line.source] = _Open(line, self._find_time(line))
         elif stripped.startswith(_CHAINED):
             self._close(line.source)
+            if _HANDLING not in line.text:
+                self._chained.add(line.source)
             if _HANDLING in line.text and line.source in self._last:
                 last = self._last[line.source]
                 last.swallowed = _FATAL_ERROR.search(last.text) is None
@@ -357,6 +374,7 @@ class ExceptionReader:
         text = _strip_repeated(line.text)
         if opened.frames and text.startswith("   "):
             opened.source = opened.source or text.strip()
+            opened.add_code(text)
             return
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
         if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
@@ -375,6 +393,7 @@ class ExceptionReader:
             opened.raised = self._make_raised(line, opened.frames)
         elif opened.source is None and opened.frames:
             opened.source = text.strip()
+            opened.add_code(text)
 
     def _read_alone(self, line: Line, present: _Present) -> None:
         """Reads a line outside any traceback: a frame without a header, an exception, or a known message."""
@@ -451,9 +470,12 @@ class ExceptionReader:
         if raised is not None:
             if opened.below and not raised.frames:
                 raised.frames = _order_frames(opened.below)
+            raised.code_of = opened.code_of
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
+            raised.chained = source in self._chained
+            self._chained.discard(source)
             self._last[source] = raised
             self._found.append(raised)
 
@@ -544,17 +566,23 @@ def _read_box_content(text: str) -> str:
     return text.removesuffix("│").removesuffix("┃").rstrip()
 
 
-def _list_frames_in_box(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the frames in the content of one box."""
-    joined = ""
+def _list_frames_in_box(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the frames in the content of one box, each with the line of code that the box marks."""
+    joined, frame, code = "", "", ""
     for line in (*lines, ""):
         if line and not _RICH_SOURCE.match(line) and len(joined) < _MAX_FRAME:
             # A line that was broken at a space has lost the space.
             joined += f" {line}" if line.startswith("in ") or joined.endswith(" in") else line
             continue
         if match := _RICH.match(joined):
-            yield _write_as_python(match)
+            if frame:
+                yield frame, code
+            frame, code = _write_as_python(match), ""
+        if marked := _RICH_MARKED.match(line):
+            code = marked["code"].strip()[:_MAX_FRAME]
         joined = ""
+    if frame:
+        yield frame, code
 
 
 def _write_as_python(match: re.Match[str]) -> str:

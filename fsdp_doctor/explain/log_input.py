@@ -262,7 +262,8 @@ def _find_common_label(lines: Sequence[str]) -> str:
         return ""
     pairs = zip(min(written), max(written), strict=False)
     match = _LABEL.match("".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return match[0] if match else ""
+    # "rank 0" is no label with a number behind it.
+    return match[0] if match and not match[0].rstrip().endswith("rank") else ""
 
 
 def _measure_wrapped_width(lines: Sequence[str]) -> int:

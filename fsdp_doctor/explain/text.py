@@ -12,7 +12,7 @@ from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
-from fsdp_doctor.explain.reading import Reading
+from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.fixes.entry import find_fix_command
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import NOT_RUN, KnownFailure
@@ -145,6 +145,7 @@ def _render_reading(explanation: Explanation) -> list[str]:
     is_in_answer = explanation.showing == "nothing" or (explanation.showing == "failure" and not explanation.matches)
     lines += [f"  who: {reading.who}"] if reading.who else []
     lines += [f"  when: {reading.when}"] if reading.when else []
+    lines += [f"  called at: {reading.called}"] if reading.called and reading.called not in reading.decide else []
     if not is_in_answer:
         lines += [f"  {line}" for line in (_write_clash(reading), *_write_decision(reading)) if line]
     return lines if len(lines) > 2 or explanation.showing == "nothing" else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -23,7 +23,6 @@ ClueName: TypeAlias = Literal[
 _TORCH = re.compile(
     r"\b(?:[Pp]y)?[Tt]orch(?: version)?(?: \(GPU\?\))?\s{0,20}(?:==|=|:|\bis\b)?\s{0,20}v?(\d\.\d{1,2}(?:\.\d{1,2})?)\b"
 )
-_NUMBER = r"v?(?P<version>\d+\.\d+(?:\.\w+)*(?:\+\w+)?)"
 # How far around a hint, and how many times in one piece, a log is searched.
 _AROUND = 200
 _MAX_PLACES = 32
@@ -45,25 +44,12 @@ CLUES: Mapping[ClueName, Clue] = msgspec.convert(
 )
 
 
-def make_version_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Makes the pattern of a package's name next to its version, as programs print them; groups: name, version."""
-    name = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    return re.compile(
-        rf"(?<![\w/.-])`?(?P<name>{name})`?(?: version)?\s{{0,3}}(?:==|=|:)?\s{{0,8}}{_NUMBER}", re.IGNORECASE
-    )
-
-
 class LogClues:
-    """The facts that the log has shown so far, and the versions of torch and of other packages that it names.
+    """The facts that the log has shown so far, and the version of torch that it names."""
 
-    packages: the names of the other packages.
-    """
-
-    def __init__(self, packages: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.shown: set[ClueName] = set()
         self.torch = ""
-        self.versions: dict[str, str] = {}
-        self._packages = {name: make_version_pattern([name]) for name in packages}
 
     def read(self, text: str) -> None:
         """Reads the next piece of the log."""
@@ -72,9 +58,6 @@ class LogClues:
                 self.shown.add(name)
         if not self.torch and (match := _search_around(_TORCH, ("orch",), text)):
             self.torch = match[1]
-        for package, pattern in self._packages.items():
-            if package not in self.versions and (match := _search_around(pattern, (package,), text)):
-                self.versions[package] = match["version"]
 
 
 def _search_around(pattern: re.Pattern[str], hints: Sequence[str], text: str) -> re.Match[str] | None:

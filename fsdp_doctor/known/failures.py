@@ -131,6 +131,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     place: the meaning of ``frames`` in words.
     unless: regular expressions over message and traceback that show another failure.
     contradicted_by: facts that speak against the failure: if a log shows one, the entry is no more than possible.
+    one_rank: whether only one rank raises the failure: if several ranks did, the entry is no more than possible.
     needs: facts that the failure requires. The entry is known for certain only if the log shows them; in the matrix
         they are given.
     check: a way to see a failure that raises nothing. Only silent failures have it.
@@ -171,6 +172,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     unless: tuple[re.Pattern[str], ...] = ()
     needs: tuple[ClueName, ...] = ()
     contradicted_by: tuple[ClueName, ...] = ()
+    one_rank: bool = False
     check: str = ""
     symptoms: tuple[re.Pattern[str], ...] = ()
     triggers: tuple[Trigger, ...] = ()

@@ -34,6 +34,7 @@ class Evidence:
     traceback: the frames, the innermost in the last line.
     script: the file outside torch and Python whose own line raised the exception; empty if no such file is known.
     code: the line of code that raised the exception; empty if the log does not show it or it is only a ``raise``.
+    ranks: the number of ranks that raised the exception, as far as the log names them.
     indirect: whether the message was quoted elsewhere, as in prose, and not raised where it stands.
     log: the facts that the whole log shows.
     torch: the version of torch that the log names; empty if it names none.
@@ -43,6 +44,7 @@ class Evidence:
     traceback: str = ""
     script: str = ""
     code: str = ""
+    ranks: int = 0
     indirect: bool = False
     log: Collection[ClueName] = ()
     torch: str = ""
@@ -141,6 +143,8 @@ def _list_contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[st
     for name in entry.contradicted_by:
         if evidence.shows(name):
             yield f"the log shows that {CLUES[name].fact}"
+    if entry.one_rank and evidence.ranks > 1:
+        yield f"{evidence.ranks} ranks raised the exception, but only one does in this failure"
     if evidence.script and not entry.is_raised_in(evidence.script):
         yield f"a line of {evidence.script} raised the exception, which may mean something else there"
     innermost = evidence.traceback.rpartition("\n")[2]

@@ -34,8 +34,17 @@ _SITE = "/env/lib/python3.12/site-packages"
             ["slurmstepd: error: *** STEP 71.0 ON n3 CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***"],
             "time limit",
         ),
+        ([BEGIN, '  File "/opt/llamafactory/data/converter.py", line 9, in convert', "KeyError: 'messages'"], "data"),
+        (
+            [BEGIN, '  File "/opt/slime/utils/arguments.py", line 9, in parse', "ValueError: no such mode"],
+            "configuration",
+        ),
+        ([BEGIN, '  File "/opt/swift/llm/template/base.py", line 9, in encode', "IndexError: 7"], "template"),
     ],
-    ids=["data", "a script's own error", "a mistake", "disk", "time limit"],
+    ids=[
+        *("data", "a script's own error", "a mistake", "disk", "time limit"),
+        *("a framework's data", "a framework's arguments", "a framework's template"),
+    ],
 )
 def test_a_cause_that_is_not_fsdps_is_denied_where_it_was_read(
     tmp_path: pathlib.Path, lines: list[str], foreign: str
@@ -116,3 +125,24 @@ def test_the_first_failed_rank_is_shown_if_the_log_names_it(tmp_path: pathlib.Pa
     summary = ["Root Cause (first observed failure):", "  rank      : 3 (local_rank: 3)", "  exitcode  : 1 (pid: 9)"]
     shown = text.render_text(explained(tmp_path, closed, *summary), 1000)
     assert "rank 3" in shown.partition("The original failure")[2]
+
+
+@pytest.mark.parametrize(
+    "carrier",
+    [
+        "ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)",
+        "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
+    ],
+    ids=["group", "pool"],
+)
+def test_an_exception_that_carries_others_is_the_cause_only_alone(tmp_path: pathlib.Path, carrier: str) -> None:
+    outer = [BEGIN, '  File "/app/fit.py", line 30, in main', carrier]
+    inner = [BEGIN, f'  File "{_SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_init.py", line 50, in _init']
+    together = explained(tmp_path, *outer, *inner, "ValueError: mesh is of 3 dimensions")
+    assert together.cause is not None
+    assert together.cause.first.type == "ValueError"
+    assert list(together.consequences.values()) == [1]
+    alone = explained(tmp_path, *outer)
+    assert alone.cause is not None
+    assert alone.cause.first.text.split(":")[0].endswith(("ExceptionGroup", "BrokenProcessPool"))
+    assert alone.showing == "failure"

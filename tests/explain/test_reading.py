@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from support.written_logs import BEGIN, UNSHARD, explained, traceback
 
-from fsdp_doctor.explain.reading import Reading
+from fsdp_doctor.explain.mechanisms import Reading
 
 _SITE = "/env/lib/python3.12/site-packages"
 

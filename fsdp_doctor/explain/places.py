@@ -1,0 +1,182 @@
+"""The places of a traceback: who raised the exception, in which phase of the job, and which line of the job led "
+"there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_doctor.explain.exceptions import Raised
+
+_FRAMEWORKS = (
+    "verl|trl|nemo_rl|nemo_automodel|nemo|axolotl|llamafactory|unsloth_zoo|unsloth|swift|slime|openrlhf|skyrl_train|skyrl"
+    "|skyrl_gym|areal|prime_rl|torchtune|torchtitan|oumi|megatron|lightning|pytorch_lightning|accelerate|transformers"
+    "|diffusers|peft|deepspeed|ray|roll|rllm|composer|llmfoundry|fairscale|olmo_core|mbridge"
+)
+# By the innermost frame that says it. Who raised it, and in which phase of a job.
+_WHO = (
+    (r"\bbitsandbytes/", "bitsandbytes"),
+    (r"\bsafetensors/", "safetensors"),
+    (r"/(?:vllm|sglang)/", "the inference engine"),
+    (r"\btorch/distributed/checkpoint/", "torch's distributed checkpoint"),
+    (r"\btorch/distributed/(?:fsdp/_fully_shard|_composable)/", "torch's FSDP2"),
+    (r"\btorch/distributed/fsdp/", "torch's FSDP1"),
+    (r"\btorch/distributed/tensor/parallel/", "torch's tensor parallelism"),
+    (r"\btorch/distributed/_?tensor/", "torch's DTensor"),
+    (r"\btorch/distributed/pipelining/", "torch's pipeline parallelism"),
+    (r"\btorch/optim/", "torch's optimizer"),
+    (r"\btorch/utils/checkpoint\.py", "torch's activation checkpointing"),
+    (r"\btorch/nn/utils/clip_grad\.py", "torch's gradient clipping"),
+    (r"\btorch/amp/grad_scaler\.py", "torch's gradient scaler"),
+    (r"\btorch/nn/modules/module\.py.* in load_state_dict", "the module's load_state_dict"),
+    (rf"/(?P<name>{_FRAMEWORKS})/(?!site-packages)[\w/]+\.py", ""),
+    (r"-packages/(?!torch/)(?P<name>\w+)/", ""),
+)
+# Parts of torch that its other parts call: one of these counts if no part of torch called it.
+_WHO_BELOW = (
+    (r"\btorch/distributed/(?:device_mesh|_mesh_layout)\.py", "torch's device mesh"),
+    (r"\btorch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous)\w*\.py", "torch's process groups"),
+    (r"\btorch/(?:serialization|_weights_only_unpickler|_utils_internal)\.py", "torch's load and save of files"),
+    (r"\btorch/(?:_dynamo|_inductor|_functorch|_higher_order_ops)/", "torch.compile"),
+)
+_WHEN = (
+    (r"model_merger|in \w*(?:merge_(?:and|fsdp|weights)|consolidate)\w*", "a merge of saved shards"),
+    (
+        r"in __setstate__|\btorch/optim/.* in load_state_dict|in from_pretrained|in (?:_?set|_load)_\w*state_dict",
+        "a load",
+    ),
+    (
+        r"(?:optim|adam|shampoo|muon)\w*(?:/\w+)?\.py.* in (?:__init__|_instantiate\w*|add_param_group)",
+        "the construction of the optimizer",
+    ),
+    (r"in \w*clip_grad\w*|in get_total_norm", "gradient clipping"),
+    (r"\btorch/optim/|optim\w*\.py.*in (?:update_)?step|in optimizer_step", "the optimizer's step"),
+    (r"in (?:_?save\w*|async_save)|state_dict_saver", "a save"),
+    (r"in \w*(?:load_state_dict|load_checkpoint|restore|resume)\w*|state_dict_loader|in create_\w*load_plan", "a load"),
+    (r"in \w*(?:update_weight|sync_weight|send_weight|load_weights)\w*", "a sync of weights to an engine"),
+    (r"in \w*(?:state_dict(?!_report)|full_tensor|summon_full_params)\w*", "a gather of the model"),
+    (r"in backward|in _engine_run_backward|in _post_backward", "the backward"),
+    (
+        r"in (?:init_device_mesh|_init_mesh\w*)$|device_mesh\.py.* in __(?:init|getitem)__",
+        "the construction of the device mesh",
+    ),
+    (r"in (?:fully_shard|parallelize_module|_init_\w*|__init__|wrap|build\w*)$", "the construction of the model"),
+    (r"in forward|in _call_impl", "the forward"),
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+_PACKAGE = re.compile(rf"-packages/(?P<package>\w+)|(?:^|/)(?P<source>torch|{_FRAMEWORKS})/(?=[\w/]+\.py$)")
+_STANDARD = re.compile(r"^<|(?:^|/)(?:lib(?:64)?/)?python\d[\d.]*/(?!site-packages|dist-packages)|/lib/python[\d.]+/")
+# Functions between a call and what it calls, which say nothing.
+_PASSING = frozenset({
+    *("wrapper", "wrapped", "inner", "decorate_context", "new_func", "_fn", "fn", "call", "run", "<lambda>"),
+    "__call__",
+    *("_call_impl", "_wrapped_call_impl", "wrapped_func", "decorator", "_compile_wrapper", "auto_init_wrapper"),
+})  # fmt: skip
+_WRAPPER = re.compile(r"wrapper$|wrapped$|_decorator$")
+_LONGEST = 220
+_CALLED = re.compile(r"([A-Za-z_]\w*)\(")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call that led to a failure, of the code nearest to it that is not the raising package's.
+
+    place: its file and line. code: its line, where the log has it; else empty. function: what it called, as far as the
+    frames say. package: whose code it is; empty for a script's. depth: the number of frames below it.
+    """
+
+    place: str
+    code: str
+    function: str
+    package: str
+    depth: int
+
+    @property
+    def where(self) -> str:
+        """Describes the call by its place, and its line where that is known."""
+        return f"{self.place} (`{shorten(self.code)}`)" if self.code else self.place
+
+
+def find_who(frames: Sequence[str]) -> str:
+    """Names who raised an exception by its frames; empty if no frame says it."""
+    below = ""
+    for frame in reversed(frames):
+        if below and find_package(frame) not in ("torch", "python"):
+            return below
+        if who := _match_place(_WHO, frame):
+            return who
+        below = below or _match_place(_WHO_BELOW, frame)
+    return below
+
+
+def find_when(frames: Sequence[str]) -> str:
+    """Names the phase of the job by the frames; empty if no frame says it."""
+    return next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
+
+
+def _match_place(table: Sequence[tuple[str, str]], frame: str) -> str:
+    for pattern, words in table:
+        if match := re.search(pattern, frame):
+            return words or match["name"]
+    return ""
+
+
+def find_package(frame: str) -> str:
+    """Returns the package of a frame: "python" for the standard library, empty for a script."""
+    match = _FRAME.search(frame)
+    file = match["file"].replace("\\", "/") if match else ""
+    if package := _PACKAGE.search(file):
+        return package["package"] or package["source"]
+    return "python" if _STANDARD.search(file) else ""
+
+
+def find_function(frame: str) -> str:
+    match = _FRAME.search(frame)
+    return (match["function"] or "").split("(")[0].rsplit(".", 1)[-1] if match else ""
+
+
+def find_call(raised: Raised) -> Call | None:
+    """Finds the call that led from other code into the package that raised the exception; None if it is not there."""
+    frames = raised.frames
+    if not frames:
+        return None
+    raising = next((package for frame in reversed(frames) if (package := find_package(frame)) != "python"), "")
+    if not raising:
+        return None
+    for at in range(len(frames) - 1, -1, -1):
+        package = find_package(frames[at])
+        if package in (raising, "python"):
+            continue
+        match = _FRAME.search(frames[at])
+        code = raised.code_of.get(frames[at], "")
+        function = _name_called(frames[at + 1 :], code)
+        place = f"{match['file']}, line {match['line']}" if match else ""
+        return Call(place, code, function, package, len(frames) - 1 - at)
+    return None
+
+
+def _name_called(below: Sequence[str], code: str) -> str:
+    """Names the function that a call reached: by the frames below it, or by its line of code for a class."""
+    called = _CALLED.findall(code)
+    for frame in below:
+        function = find_function(frame)
+        if function in called:
+            return function
+        if (
+            function in _PASSING
+            or _WRAPPER.search(function)
+            or find_package(frame) == "python"
+            or function.startswith("<")
+        ):
+            continue
+        if not (function.startswith("__") and function.endswith("__")):
+            return function
+        break
+    return called[-1] if called else ""
+
+
+def shorten(text: str) -> str:
+    """Returns the text in one line of limited length."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

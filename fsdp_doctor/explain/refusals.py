@@ -1,0 +1,248 @@
+"""Readings of failures by the form of the traceback: a call that is refused, a lookup that fails, versions that "
+"differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from fsdp_doctor.explain.exceptions import Raised
+from fsdp_doctor.explain.places import Call, find_function, find_package, find_who, shorten
+
+_DELIBERATE = re.compile(r"(?:raise\b|assert\b|_?p_assert\(|torch\._check|self\._fail|fail\()")
+_OF_CHECKS = frozenset(
+    {"ValueError", "TypeError", "NotImplementedError", "AssertionError", "MisconfigurationException"}
+)
+_OF_OPERATIONS = frozenset({"RuntimeError", "NotImplementedError", "TypeError", "ValueError", "IndexError"})
+# Failures that are raised wherever the program happens to be.
+_ANYWHERE = re.compile(
+    r"CUDA|NCCL|nccl|out of memory|cuDNN|CUBLAS|[Tt]ime[ds]? ?out|Connection|socket|hipError|device-side"
+)
+_OF_TENSORS = re.compile(
+    r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|grad\w*|elements?|scalar\w*|leaf|views?)\b"
+)
+_LOOKUPS = frozenset({"KeyError", "IndexError", "AttributeError", "StopIteration"})
+# Phases that a job is in: what fails below them is a state, and not the argument of the call.
+_PHASES = re.compile(r"^(?:forward|backward|step|training_step|_call_impl|fit|train|_?engine_run_backward|zero_grad)$")
+# So many frames below its caller a function still checks the arguments of the call.
+_MAX_DEPTH = 8
+# So many frames below it the message may name an argument that the call left at its default.
+_MAX_DEPTH_OF_DEFAULTS = 3
+_WORD = re.compile(r"`(\w+)`|\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")
+_KEYWORD = re.compile(r"\b([a-z]\w*)=(?!=)")
+_OPTIMIZER = re.compile(r"(?i)optim|param_group|fqn")
+
+# Names of one package that another one, of another version, asks for.
+_IMPORTED = (
+    re.compile(
+        r"^ImportError: cannot import name '(?P<name>\w+)' from (?:partially initialized module )?'(?P<owner>[\w.]+)'"
+    ),
+    re.compile(
+        r"^AttributeError: (?:partially initialized )?module '(?P<owner>[\w.]+)' has no attribute '(?P<name>\w+)'"
+    ),
+    re.compile(r"^ModuleNotFoundError: No module named '(?P<owner>\w+(?:\.\w+)*)\.(?P<name>\w+)'"),
+)
+_INSIDE = re.compile(
+    r"^AttributeError: (?:type object )?'(?P<owner>FSDP\w+|FlatParam\w*|FullyShardedDataParallel|DeviceMesh"
+    r"|_MeshEnv|DTensor\w*"
+    r"|ProcessGroup\w*|\w*Placement|Shard|Replicate|\w*ParallelDims|\w*(?:Saver|Loader|Planner|Storage(?:Reader|Writer)))'"
+    r" (?:object )?has no attribute '(?P<name>\w+)'"
+)
+_SIGNATURE = re.compile(
+    r"^TypeError: (?P<owner>(?:\w+\.)?)(?P<name>\w+)\(\) (?P<what>"
+    r"missing \d+ required (?:positional|keyword-only) arguments?: .{1,80}"
+    r"|takes .{0,30}positional arguments? but .{1,40})"
+)
+# Functions of torch whose name in a message says who refused, where the log has no traceback.
+_NAMED_FUNCTION = re.compile(
+    r"\b(?:fully_shard|init_device_mesh|distribute_(?:tensor|module)|parallelize_module|replicate|clip_grad_norm_"
+    r"|[gs]et_(?:model_|optimizer_)?state_dict|summon_full_params|full_tensor|redistribute|from_local)\b"
+    r"(?=\(|`| (?:does|do|is|can|only|must|expects|requires|should))"
+)
+_ATTRIBUTE = re.compile(r"^AttributeError: '(?P<owner>\w+)' object has no attribute '(?P<name>\w+)'")
+_FSDP1_NAMES = frozenset({"_fsdp_wrapped_module", "_flat_param", "_handle", "flat_param", "summon_full_params"})
+
+
+def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
+    """Reads that one package asks another for a name that it does not have; returns what clashes and what decides."""
+    match = next((match for pattern in _IMPORTED if (match := pattern.match(raised.text))), None)
+    inside = None if match else _INSIDE.match(raised.text)
+    if match is not None:
+        owner, name = match["owner"].split(".", 1)[0], f"{match['owner']}.{match['name']}"
+    elif inside is not None and inside["name"] not in _FSDP1_NAMES:
+        owner, name = "torch", f"{inside['owner']}.{inside['name']}"
+    elif (
+        raised.frames
+        and (signature := _SIGNATURE.match(raised.text))
+        and (asker := find_package(raised.frames[-1])) not in ("", "python")
+    ):
+        clash = (
+            f"{_name_asker(asker, versions)} calls {signature['name']} with other arguments than it takes "
+            f"({signature['what']})"
+        )
+        return clash, (
+            f"Does {asker} fit the package that defines {signature['name']}? `fsdp-doctor env` prints all versions: "
+            "caller and callee may be of different releases."
+        )
+    else:
+        return None
+    # The frame that asks is the innermost one, or the last before Python's own import machinery.
+    asking = next((frame for frame in reversed(raised.frames) if find_package(frame) not in ("python",)), "")
+    package = find_package(asking) if asking else ""
+    if package == owner and asking:
+        asking = next((frame for frame in reversed(raised.frames) if find_package(frame) not in ("python", owner)), "")
+        package = find_package(asking) if asking else ""
+    asker = _name_asker(package, versions, asking)
+    clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
+    return clash, _decide_versions(package, owner)
+
+
+def _name_with_version(package: str, versions: Mapping[str, str]) -> str:
+    return f"{package} {versions[package]}" if versions.get(package) else f"the installed {package}"
+
+
+def _name_asker(package: str, versions: Mapping[str, str], frame: str = "") -> str:
+    if package:
+        return f"{package} {versions[package]}" if versions.get(package) else package
+    place = _write_place(frame)
+    return f"the job's own code ({place})" if place else "the program"
+
+
+def _decide_versions(package: str, owner: str) -> str:
+    asker = package or "the code that asks"
+    return (
+        f"Which versions of {asker} and {owner} are installed? `fsdp-doctor env` prints both: {asker} was written for "
+        f"a {owner} that is "
+        "older or newer than the installed one, so change one of the two to a release that names the other."
+    )
+
+
+def _write_place(frame: str) -> str:
+    parts = frame.split('"')
+    return f"{parts[1]}{parts[2].split(', in ')[0]}" if len(parts) > 2 else ""
+
+
+def read_refusal(raised: Raised, call: Call | None) -> tuple[str, str] | None:
+    """Reads a failure from the form of its traceback alone: who refused what, and which line of the job asked for "
+    "it."""
+    if not raised.frames:
+        return _read_bare_refusal(raised)
+    if call is None:
+        return _read_own_operation(raised)
+    innermost = raised.frames[-1]
+    code = raised.code_of.get(innermost, "")
+    is_deliberate = bool(_DELIBERATE.match(code)) or (not code and raised.type in _OF_CHECKS)
+    inside = find_function(innermost)
+    if attribute := _ATTRIBUTE.match(raised.text):
+        return _read_attribute(attribute["owner"], attribute["name"], raised, call)
+    if not is_deliberate:
+        if raised.type in _LOOKUPS:
+            return _read_lookup(raised, call, inside, code)
+        return _read_operation(raised, call, inside, code)
+    said = shorten(raised.asserted if raised.asserted and not raised.message else raised.message)
+    where = call.where
+    if call.depth > _MAX_DEPTH or _PHASES.match(call.function) or (raised.asserted and not raised.message):
+        who = find_who(raised.frames) or "the library"
+        clash = f"a check in `{inside}` of {who} fails: {said}"
+        return (
+            clash,
+            f"Which state does the check mean? Call `fsdp_doctor.examine(model, optimizer)` right before {where}.",
+        )
+    function = call.function or inside
+    argument = _find_argument(call, raised.message)
+    named = f"the argument `{argument}`" if argument else "the call"
+    clash = f"`{function}` refuses {named}: {said}" if said else f"`{function}` refuses {named}"
+    asked = f"Which value has `{argument}`" if argument else f"Which arguments does `{function}` get"
+    return clash, f"{asked} in {where}? Compare it with what the message asks for."
+
+
+def _read_operation(raised: Raised, call: Call, inside: str, code: str) -> tuple[str, str] | None:
+    """Reads an operation that C++ refused, by the line that called it."""
+    if raised.type not in _OF_OPERATIONS or not code or _ANYWHERE.search(raised.message):
+        return None
+    clash = f"the operation `{shorten(code)}` in `{inside}` fails: {shorten(raised.message)}"
+    if not _OF_TENSORS.search(raised.message):
+        return clash, f"Which values does it get? The call is {call.where}."
+    return clash, (
+        "Which tensors does it get: their shapes, dtypes, devices and placements? Call `fsdp_doctor.examine(model, "
+        f"optimizer)` right before {call.where}."
+    )
+
+
+def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
+    """Reads an operation on tensors that C++ refused in a line of the job itself."""
+    frame = raised.frames[-1]
+    code = raised.code_of.get(frame, "")
+    if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):
+        return None
+    call = Call(_write_place(frame), code, "", "", 0)
+    return _read_operation(raised, call, find_function(frame), code)
+
+
+def _read_bare_refusal(raised: Raised) -> tuple[str, str] | None:
+    """Reads a message without a traceback that names the function which refuses the call."""
+    if raised.type not in _OF_CHECKS or (named := _NAMED_FUNCTION.search(raised.message)) is None:
+        return None
+    clash = f"`{named[0]}` refuses the call: {shorten(raised.message)}"
+    return clash, (
+        f"Which line of the job calls `{named[0]}`, and with which arguments? The traceback above the message has it."
+    )
+
+
+def _read_attribute(owner: str, name: str, raised: Raised, call: Call) -> tuple[str, str]:
+    if name in _FSDP1_NAMES:
+        return (
+            f"the code expects FSDP1's wrapper ({name}), but {owner} does not have it: it is under FSDP2, or not "
+            "wrapped",
+            f"Which FSDP does the job use? {call.where} is written for FSDP1: under FSDP2 the module is its own "
+            "wrapper.",
+        )
+    asking = next(
+        (frame for frame in reversed(raised.frames) if find_function(frame) != "__getattr__"), raised.frames[-1]
+    )
+    code = raised.code_of.get(asking, "")
+    asked = f" (`{shorten(code)}`)" if code else ""
+    return (
+        f"{find_package(asking) or 'the job'} asks an object of the class {owner} for {name}{asked}, which it does "
+        "not have",
+        f"Is {name} of another version of the class (`fsdp-doctor env` prints the versions), or set only by a step "
+        "that the job "
+        f"left out? The call is {call.where}.",
+    )
+
+
+def _read_lookup(raised: Raised, call: Call, inside: str, code: str) -> tuple[str, str]:
+    where = call.where
+    looked = f"`{shorten(code)}` in `{inside}`" if code else f"a lookup in `{inside}`"
+    clash = f"{looked} finds nothing: {raised.type} {shorten(raised.message)}".rstrip()
+    if _OPTIMIZER.search(f"{inside} {call.function} {code}"):
+        return f"the optimizer and the model do not have the same parameters: {clash}", (
+            "Was the optimizer made from the parameters of this model, after the wrap? `fsdp_doctor.examine(model, "
+            "optimizer)` right "
+            f"before {where} names parameters of the optimizer that are not the model's."
+        )
+    return (
+        clash,
+        f"Which object does `{call.function or inside}` get in {where}? Compare its keys or attributes with the one "
+        "that is missing.",
+    )
+
+
+def _find_argument(call: Call, message: str) -> str:
+    """Finds the argument that a message is about: a keyword of the call that it names, or else a name in the "
+    "message."""
+    folded = message.lower().replace("_", "")
+    names: list[str] = [first or second for first, second in _WORD.findall(message)]
+    keywords = _KEYWORD.findall(call.code)
+    named = [name for name in names if name in keywords]
+    meant = [name for name in keywords if len(name) > 3 and name.lower().replace("_", "") in folded]
+    if named or meant:
+        return (named or meant)[0]
+    # A name that the line of the call does not have may be an argument of a function further below.
+    words = set(re.findall(r"\w+", call.code))
+    is_near = call.depth <= _MAX_DEPTH_OF_DEFAULTS
+    called = set(re.findall(r"([A-Za-z_]\w*)\(", call.code))
+    for name in names:
+        if name not in called and f"{name}(" not in message and (name in words or is_near):
+            return name
+    return ""
