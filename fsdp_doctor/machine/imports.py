@@ -39,20 +39,24 @@ def import_before_forks() -> Iterator[None]:
 
     A fork cannot use CUDA if this process has a context. torchao and bitsandbytes, which transformers and peft import
     where they are installed, ask for the properties of the devices when they are imported, and so make a context.
-    In this block, both seem not to be installed; a fork can import them.
+    In this block, both seem not to be installed on a machine with CUDA; a fork can import them.
     """
     # Without this variable, torch.cuda.is_available() would initialize CUDA in this process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    hidden = [name for name in _MAKE_CONTEXTS if name not in sys.modules]
+    hidden: list[str] = []
     try:
         with freeze_imports():
-            sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None, which Python documents
+            import torch
+
+            if torch.cuda.is_available():
+                hidden = [name for name in _MAKE_CONTEXTS if name not in sys.modules]
+                sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None, which Python documents
             yield
     finally:
         for name in hidden:
             sys.modules.pop(name, None)
-        for name in _KEEP_WHAT_IS_INSTALLED:
-            for function in vars(sys.modules.get(name, os)).values():
+        for module in (sys.modules[name] for name in _KEEP_WHAT_IS_INSTALLED if hidden and name in sys.modules):
+            for function in vars(module).values():
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
 

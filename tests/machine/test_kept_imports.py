@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from fsdp_doctor.machine import imports
 
@@ -67,6 +68,7 @@ def test_packages_that_make_a_cuda_context_seem_missing_until_the_fork(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torchao.py").write_text("")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
     find_spec = functools.cache(importlib.util.find_spec)
