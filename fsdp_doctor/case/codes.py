@@ -44,7 +44,7 @@ def copy_scales(model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def write_scales(model: nn.Module, scales: Scales) -> None:
-    """Writes scales into the memory of the model's own."""
+    """Writes the scales into the memory of the model's own scales."""
     for name, state in _list_states(model):
         for own, given in zip(_list_tensors(state), scales[name], strict=True):
             own.copy_(given)

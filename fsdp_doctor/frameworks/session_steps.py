@@ -43,7 +43,7 @@ from fsdp_doctor.frameworks.saved_files import read_weights
 from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.text import read_first_line
+from fsdp_doctor.text import format_count, read_first_line
 from fsdp_doctor.verdict.records import Stage
 from fsdp_doctor.weights.fsdp import private
 
@@ -113,7 +113,8 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         session = find_adapter(scenario.framework).build(scenario.values, plain)
         if not dist.is_initialized():
             made = f"{describe_version(scenario.framework)} made no process group"
-            raise Unsupported(f"{made}, so nothing is sharded: ranks {worker.place.world_size}")
+            ranks = format_count(worker.place.world_size, "rank")
+            raise Unsupported(f"{made}, so nothing is sharded: the job has {ranks}")
         # The control group is made after the framework has made its own groups.
         self.runtime = runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
         return session
@@ -180,7 +181,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
 
     @contextlib.contextmanager
     def end_fixes(self) -> Iterator[None]:
-        """Puts the framework's functions back at the end of the ``with`` block, in which the method runs."""
+        """Puts the framework's functions back at the end of the ``with`` block in which the method under test runs."""
         with self._until_method_ends:
             yield
             self._check_fixes(self._fixes_of_method)

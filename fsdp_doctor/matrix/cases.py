@@ -122,7 +122,8 @@ class Scenario:
     def must_load(self) -> bool:
         """True if a load of weights has to succeed; otherwise every rank may refuse it.
 
-        A load of codes cannot bring their scales, and a load of weights would have to quantize them.
+        A model with quantized weights may refuse: a checkpoint of quantized codes lacks their scales, and weights in
+        full precision would have to be quantized first.
         """
         return self.can_be_loaded and not self.model.is_quantized
 

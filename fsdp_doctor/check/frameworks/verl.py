@@ -190,7 +190,7 @@ class Verl(FsdpFramework[VerlVersions]):
             return {"actor" if _is_ppo(self.settings) else "model": ()}
         if config := _find_unknown_config(self.settings):
             raise Unreadable(
-                f"{config}: the settings of that configuration are not known; give its file as a further argument"
+                f"{config}: the settings of that configuration are not known; give its file as another argument"
             )
         models = _list_built_models(self.settings)
         return {model.role: model.sections for model in models if model is not _REF or self._list_ranges(model)}

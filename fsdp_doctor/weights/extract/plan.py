@@ -1,4 +1,4 @@
-"""Plan of an extraction: made once for a model and its arguments, and kept until the model changes."""
+"""Plan of an extraction, made once for a model and the extraction's arguments, and kept until the model changes."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Argume
     names = arguments.names
     if arguments.lora == "adapter" and names != "model":
         if names != "auto":
-            raise NamesError('lora="adapter" uses the names of peft\'s files: the Hub has names for the weights only')
+            raise NamesError('lora="adapter" always uses the names of peft\'s files: use names="model" or names="auto"')
         names = "model"
     shapes = {name: spec.shape for source in sources for spec in list_specs(source) for name in spec.names}
     return OutputNames(choose_names(dict(names) if isinstance(names, tuple) else names, model, shapes))

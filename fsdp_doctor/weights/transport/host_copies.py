@@ -72,9 +72,9 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Job of a thread: copies to the host, or through a chunk to the device.
+    """One job of a copying thread: copies pieces to the host, or to the device by way of a pinned chunk.
 
-    nbytes: the number of bytes of the chunk that the job uses.
+    nbytes: the number of bytes that the job uses of the chunk.
     """
 
     on_host: bool
