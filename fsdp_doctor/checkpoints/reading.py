@@ -485,7 +485,7 @@ class _Reading:
         self.checkpoint.unchecked.append(f"{place}: whether the ranks' plain tensors are a whole model: {what}")
 
     def _has_other_ranks(self, state: State) -> bool:
-        """Returns whether another rank's file lies beside the one that was given."""
+        """Returns whether another rank's file is in the same directory as the given file."""
         beside = (RANK_FILE.fullmatch(each.name) for each in self.checkpoint.root.iterdir())
         labels = [found["label"] or found["item"] for found in beside if found is not None]
         return labels.count(state.label) > 1

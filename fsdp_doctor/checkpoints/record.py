@@ -157,7 +157,7 @@ class State:
     """Tensors that were saved together.
 
     ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
-    files of the state are missing. ``tells_layout`` is false if these are files of ranks with plain tensors alone.
+    files of the state are missing. ``tells_layout`` is false if these are files of ranks with only plain tensors.
     ``is_loose`` is true if the tensors may be parts, since no file tells how they were divided. ``unread`` maps the
     path of everything else, such as a quantized tensor, to its file and a description of its kind.
 
@@ -217,7 +217,7 @@ class State:
 
     @property
     def has_groups(self) -> bool:
-        """Returns whether the state is that of an optimizer alone, because its top level has ``param_groups``."""
+        """Returns whether the state is only an optimizer's, because its top level has ``param_groups``."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 

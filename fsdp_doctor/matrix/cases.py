@@ -129,7 +129,7 @@ class Scenario:
 
     @property
     def can_be_loaded(self) -> bool:
-        """True if a load that leaves codes alone has to succeed.
+        """True if a load that does not touch quantized weights has to succeed.
 
         FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved
         parameters that a step had left unsharded. No loader of weights can repair either.
@@ -140,7 +140,7 @@ class Scenario:
 
     @property
     def must_extract(self) -> bool:
-        """True if an extraction has to succeed; otherwise every rank may refuse to yield codes as weights."""
+        """True if an extraction has to succeed; otherwise every rank may refuse to yield quantized codes as weights."""
         return not self.model.is_quantized
 
     @property

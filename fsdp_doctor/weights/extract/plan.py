@@ -106,7 +106,7 @@ class Plan:
     adapters: for each weight, the factors to merge into it.
     factors: the source of each factor.
     most_bytes: device memory that buckets and the caller's last tensor may take together.
-    ready: the places of the shards that a collective can read without a copy.
+    ready: the indices of the shards that a collective can read without a copy.
     names: the names under which the sources' tensors are yielded.
     in_step: whether a bucket is gathered only when the work of every rank's caller has finished.
     """
@@ -156,7 +156,7 @@ class _KeptPlan:
                 "or swapped after the first forward. Copy values into FSDP2's parameter instead of replacing the "
                 "parameter or its memory"
             )
-        # Adapters alone can be had of a model whose weights are codes.
+        # Only the adapters can be extracted from a model whose weights are quantized codes.
         refuse(contents.find_unreadable(but_strided=arguments.lora == "adapter"))
         peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
         self._snapshot = Snapshot(model, contents)
@@ -194,7 +194,7 @@ atexit.register(_kept.clear)
 def get_plan(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None
 ) -> tuple[Plan, list[torch.Tensor]]:
-    """Returns the plan, and this rank's present shards by the places of the sources.
+    """Returns the plan, and this rank's present shards, each at the index ``place`` of its source.
 
     tensors: tensors to read instead of the model's own; such a plan is not kept.
     """

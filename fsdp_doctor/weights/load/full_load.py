@@ -73,7 +73,7 @@ def load_full_tensors(
 ) -> LoadReport:
     """Fills the shards of a model, and its buffers, in place from full tensors.
 
-    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either rank 0 alone
+    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either only rank 0
     (the first of the mesh) or every rank has it. The ranks agree on the load before anything is written, and again at
     the end; an error of one rank is raised as LoadError on all others, so none waits in a collective forever.
 

@@ -81,7 +81,7 @@ class RankPlace:
         for source in sources:
             match source:
                 case Plain():
-                    # By the first rank alone: they may differ, as buffers of BatchNorm do.
+                    # Only the first rank writes them: they may differ, as buffers of BatchNorm do.
                     turn = Turn(self.index, 1)
                 case FlatUnit():
                     group = self.contents.fsdp1_units[source.place].replica_group
