@@ -1,4 +1,4 @@
-"""``fsdp-doctor bundle``: writes a bug report in one file, without anything private. No torch.
+"""``fsdp-doctor bundle``: writes a bug report in one file, without anything private. It does not import torch.
 
 ``command_run`` runs a command and takes the stacks of its ranks. ``evidence`` gathers texts. ``redaction`` replaces
 private text in all of them by the rules in private_text.toml. ``issue`` writes issue.md and the zip file.

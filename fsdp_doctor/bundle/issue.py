@@ -195,8 +195,9 @@ def _join_lines(text: str) -> str:
 def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], named: NamedInLogs) -> str:
     """Renders issue.md.
 
-    head, files: the first lines and the files of the bundle, without private text.
-    replaced: the number of replacements of each kind.
+    head: the first lines of issue.md, without private text.
+    files: the texts of the bundle's files by name, without private text.
+    replaced: how often private text of each kind was replaced by a placeholder.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),

@@ -98,9 +98,9 @@ def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
-    """Raises NotAsNamed if the model differs from the id of its scenario when the method is called.
+    """Raises NotAsNamed if the model is not in the state that the scenario's id names.
 
-    The check is local to a rank.
+    It must be called right before the method under test. The check is local to a rank.
 
     device: the type of the compute device.
     ranks: the number of ranks that the run should have.

@@ -38,7 +38,7 @@ class CaseRun(Generic[T]):
         return self._recorder.record
 
     def run(self, kept: T | None) -> T | None:
-        """Runs the whole case. Returns the trainer, between two steps, if the next case may use it."""
+        """Runs the whole case. Returns the trainer, which is between two steps, if the next case may use it."""
         trainer = self._run_cycle(kept)
         if trainer is not None and self._is_called_again():
             # What is measured is the first call, as of every other method.

@@ -25,8 +25,8 @@ class CaseSteps(ABC, Generic[T]):
     steps_before: the number of training steps between the build and the method.
     steps_after: the number of training steps after the method, each of which is checked.
     step_stage: the name of the stage of these steps in the record.
-    agrees_on_reference: whether the ranks tell each other if taking the reference succeeded, because it can fail on one
-        rank alone.
+    agrees_on_reference: whether the ranks tell each other if taking the reference succeeded, because it can fail on
+        only one rank.
     keeps_settings: whether the method must leave the settings of the process unchanged.
     """
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: their codes are parameters, and their scales are in objects beside the parameters.
+"""Weights in 4 bits: their quantized codes are parameters, and their scales are in other objects.
 
 bitsandbytes keeps the scales of a weight in the ``quant_state`` of its module. No state dict of FSDP2 has them, and
 FSDP moves and shards none of them.
@@ -21,7 +21,7 @@ Scales: TypeAlias = Mapping[str, tuple[torch.Tensor, ...]]
 
 
 def decode(model: nn.Module, codes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Computes the weights for which the model's codes stand, as bitsandbytes does.
+    """Computes the weights from the model's quantized codes and scales, as bitsandbytes does.
 
     codes: the joined codes of each weight, on the host, among other tensors.
     """
@@ -44,7 +44,7 @@ def copy_scales(model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def write_scales(model: nn.Module, scales: Scales) -> None:
-    """Writes scales into the memory of the model's own."""
+    """Writes the scales into the memory of the model's own scales."""
     for name, state in _list_states(model):
         for own, given in zip(_list_tensors(state), scales[name], strict=True):
             own.copy_(given)
@@ -67,7 +67,7 @@ def _list_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _list_tensors(state: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a state, and those of the state of its own scales, which may be in codes too."""
+    """Yields the tensors of a state, and of the state of its scales if the scales are quantized, too."""
     for value in vars(state).values():
         if isinstance(value, torch.Tensor):
             yield value

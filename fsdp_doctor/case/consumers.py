@@ -217,7 +217,7 @@ def _find_packed_sender(device: torch.device) -> Callable[..., None]:
 
 @functools.cache
 def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[..., None]:
-    """Loads vLLM's sender from its file alone, since the package loads kernels; once, since it keeps its streams."""
+    """Loads only the file of vLLM's sender, since the package loads kernels; once, since it keeps its streams."""
     file = package / "distributed" / "weight_transfer" / "packed_tensor.py"
     spec = importlib.util.spec_from_file_location("vllm_packed_tensor", file)
     assert spec is not None

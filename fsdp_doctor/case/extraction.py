@@ -302,7 +302,7 @@ class ExtractionSteps(MatrixSteps):
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
-        """Runs and verifies the method. If every rank refuses to yield codes as weights, records the refusal."""
+        """Runs and verifies the method. Records a refusal of every rank to yield quantized codes as weights."""
         try:
             self._extract(trainer, call, owned)
         except SystemExit:

@@ -255,8 +255,8 @@ def _is_other_option(ours: Any, wanted: Any) -> bool:
 def count_optimized(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[int, int]:
     """Returns (number of the model's parameters that an optimizer has, number of the model's parameters).
 
-    What an FSDP1 unit without original parameters shows beside its flat parameter does not count: bitsandbytes
-    registers the codes of the last forward as parameters.
+    Other parameters than the flat parameter of an FSDP1 unit without original parameters do not count: bitsandbytes
+    registers the quantized weights of the last forward as parameters.
     """
     flat_units = [unit for unit in reader.read(model).fsdp1_units if not unit.keeps_originals]
     shown = {id(tensor) for unit in flat_units for tensor in unit.shown.values()}

@@ -172,7 +172,7 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _must_fit(self) -> bool:
-        """True if the load has to succeed. A load that leaves the base of a model in 4 bits alone has to."""
+        """True if the load has to succeed. So must a load that does not touch the base of a 4-bit model."""
         leaves_base = self._contract.loads == "optimizer" or self._contract.weights == "adapter"
         return self.scenario.can_be_loaded if leaves_base else self.scenario.must_load
 

@@ -29,8 +29,8 @@ from fsdp_doctor.verdict.records import make_failure
 class MatrixSteps(CaseSteps[Trainer]):
     """Steps of a case of the matrix. Subclasses implement the differences between extractions and loads.
 
-    given: the arguments of the method, once the case is prepared. undoes_staging: whether a staged module is moved back
-    to the CPU before the next step.
+    given: the arguments of the method, once the case is prepared.
+    undoes_staging: whether a staged module is moved back to the CPU before the next step.
     """
 
     given: MethodArguments

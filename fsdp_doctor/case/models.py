@@ -127,7 +127,7 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
 
         # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
         adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-        # Otherwise peft makes adapters in float32, which no unit of FSDP takes beside codes in bfloat16.
+        # Otherwise peft makes adapters in float32, which no unit of FSDP takes together with codes in bfloat16.
         return _check_module(peft.get_peft_model(model, adapters, autocast_adapter_dtype=not name.is_in_bf16))
     return model
 
@@ -292,7 +292,7 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
 def find_input_embedding(model: Any) -> nn.Module | None:
     """Returns the embedding if it may be a separate FSDP unit; None if it is tied to the head."""
     text = model.config.get_text_config()
-    # Of a model of images and text, transformers since 5 has it beside the text's.
+    # For a model of images and text, transformers since 5 has it next to the text's configuration.
     tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else model.config.tie_word_embeddings
     if model.get_input_embeddings() is None or tied:
         return None

@@ -153,7 +153,7 @@ class Recorder:
             # A collective of the next step uses what the method left in place of torch's functions.
             self._torch_functions.reapply()
             works = alike and runtime.check_group()
-            # A method may have loaded on one rank alone; our next agreement would then be another on each rank.
+            # A method may have loaded on only one rank; our next agreement would then be another on each rank.
             in_step = all(rank.num_agreements == mine.num_agreements for rank in ranks)
             self.add(healthy=self.record.healthy and works and in_step, stage=stage)
         except Exception as error:

@@ -118,7 +118,7 @@ def find_offloaded_units(model: nn.Module, offload: Offload) -> tuple[nn.Module,
     return tuple(models.find_decoder_layers(model)[1::2]) if offload.way is OffloadWay.PARTIAL else ()
 
 
-# Of a decoder layer as transformers writes it. Not the attention: its norms see the heads of one rank alone.
+# Of a decoder layer as transformers writes it. Not the attention: its norms see only the heads of one rank.
 _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "mlp.gate_proj": ColwiseParallel(),
     "mlp.up_proj": ColwiseParallel(),

@@ -82,7 +82,7 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
     precisions = [module.mixed_precision for module in modules] + [u.mixed_precision for u in contents.fsdp2_units]
     state["mixed precision"] = tuple(map(str, precisions))
     state["offload policy"] = tuple(str(unit.policy) for unit in contents.fsdp2_units)
-    # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
+    # Between two forwards an unsharded parameter exists in addition to its shard: this costs memory, and nothing else.
     unsharded = frozenset(
         name
         for model_tensor in contents.parameters

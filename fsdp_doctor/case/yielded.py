@@ -34,8 +34,9 @@ class YieldedEntry:
     shape: the shape of the whole tensor.
     data: the data; for a sharded entry, this rank's part; None for an entry that is not a tensor.
     type_name: the type of an entry that is neither a tensor nor a (shape, dtype) pair.
-    local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, and its
-        placements.
+    local_device: for a DTensor, the device of its local part.
+    mesh: for a DTensor, the ranks of its mesh.
+    placements: the placements of a DTensor.
     is_freed: whether the memory of the data was freed, so that nothing can be read.
     rank_part: this rank's part of a ShardedTensor, and of a DTensor whose framework states it.
     num_elements: for a ShardedTensor, the number of elements of all shards.
@@ -415,7 +416,7 @@ _FORM_IN_WORDS: dict[PromisedForm, str] = {
     "sharded": "a sharded tensor",
     "local": "this rank's shard and its place",
     "flat": "a flat shard",
-    "info": "shape and dtype alone",
+    "info": "only shape and dtype",
     "optimizer": "a full tensor",
 }
 

@@ -283,7 +283,8 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:
     """Reports named files that cannot be read here, and launch commands that were not used."""
     missing = (
-        "this names a file that cannot be read here, so its settings are not known; give the file as a further argument"
+        "this names a file that cannot be read here, so its settings are not known; give the file's location as "
+        "another argument"
     )
     findings = [report_unknown(missing, row) for row in reading.find_missing_files(settings)]
     if others := settings.find_first(NOT_READ):

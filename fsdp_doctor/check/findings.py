@@ -120,7 +120,7 @@ def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
 
 
 def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFinding]:
-    """Makes one finding for each catalogue entry that the cases of the uses trigger in this run."""
+    """Makes one finding for each catalogue entry by which a case of ``uses`` is expected to fail in this run."""
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
         for case in use.cases:

@@ -173,7 +173,7 @@ class FsdpFramework(Framework, Generic[V]):
     def read_role(
         self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
     ) -> ModelReading:
-        """Reads a model that is under FSDP, for the given ranges of versions or for all relevant ones."""
+        """Reads the settings of a model under FSDP, for the given version ranges or for all relevant ones."""
         uses = [
             make_use(
                 role,

@@ -163,8 +163,8 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
 def _rename_tensors(
     model: SavedModel, to: ConversionTarget, find_parts: Callable[[], Mapping[str, HubPart]]
 ) -> tuple[SavedModel, list[tuple[str, str]]]:
-    """Renames the tensors of Hugging Face targets to the Hub's names, and those from Hugging Face sources to the
-    model's.
+    """Renames the tensors to the Hub's names if the target has the Hugging Face format, or to the model's names if the
+    source has it.
 
     Between other formats the names stay as the job saved them.
     """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 class OtherFormat(NamedTuple):
     """Format that is recognized but not read, described by regular expressions.
 
-    ``files`` matches file names, one of which is enough; ``beside`` matches further names, one of which must also
+    ``files`` matches file names, one of which is enough; ``beside`` matches other files, one of which must also
     exist. ``directories`` matches names of directories whose whole contents have the format. ``setting`` is a key and
     value in the directory's ``metadata.json`` that identify the format. ``tool`` says which program reads it. If
     ``is_copy`` is true, the files may lie next to a model in a format that is read; only that model is judged then.

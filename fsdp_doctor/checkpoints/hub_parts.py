@@ -37,7 +37,8 @@ class HubPart(NamedTuple):
         """
         if self.dims is None:
             raise BadFile(
-                "has other dims under the Hub's name, which cannot be converted: use --keep-names", tensor.name
+                "has different dims under the Hub's name; a conversion between them is not supported: use --keep-names",
+                tensor.name,
             )
         if tensor.shape != expected:
             raise BadFile(f"is {list(tensor.shape)}, but must be {list(expected)} by config.json", tensor.name)

@@ -157,7 +157,7 @@ class State:
     """Tensors that were saved together.
 
     ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
-    files of the state are missing. ``tells_layout`` is false if these are files of ranks with plain tensors alone.
+    files of the state are missing. ``tells_layout`` is false if these are files of ranks with only plain tensors.
     ``is_loose`` is true if the tensors may be parts, since no file tells how they were divided. ``unread`` maps the
     path of everything else, such as a quantized tensor, to its file and a description of its kind.
 
@@ -217,7 +217,7 @@ class State:
 
     @property
     def has_groups(self) -> bool:
-        """Returns whether the state is that of an optimizer alone, because its top level has ``param_groups``."""
+        """Returns whether the state is only an optimizer's, because its top level has ``param_groups``."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 
@@ -252,7 +252,11 @@ class SavedCheckpoint:
         return [self.root / path for path in (*self.files, *self.settings)]
 
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
-        """Finds a JSON object next to a state, in ``huggingface`` or one directory above; empty if there is none."""
+        """Finds the JSON object called ``name`` near a state; empty if there is none.
+
+        It is searched in the state's directory and in its parent directory, and in the subdirectory ``huggingface`` of
+        both.
+        """
         here = pathlib.PurePath(directory)
         for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):
             if isinstance(found := self.settings.get(str(place / name)), dict):
@@ -297,7 +301,10 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     model = SavedModel({}, [])
     for state in sorted(checkpoint.states, key=_order_state):
         if state.is_loose and state.arrangement is Arrangement.RANK_FILES and any(True for _ in state.select("model")):
-            raise BadFile(f"holds plain tensors of ranks, and does not say how they were divided: {state.label}")
+            raise BadFile(
+                f"{state.label}: holds each rank's part as a plain tensor, and does not say how the whole tensors were "
+                "divided"
+            )
         if state.candidates:
             raise BadFile(
                 f"has several parts that may be the model; choose one with --part: {join_some(state.candidates)}"

@@ -80,7 +80,7 @@ class SpanScan:
 
     ``size`` is the mean magnitude of a sample of elements, and ``spread`` is the standard deviation of the magnitudes
     divided by that mean. ``sample`` holds these elements for Adam's moments and where samples were requested; pieces of
-    the same shape are sampled at the same places. ``looks_split`` is true if the first float32 elements look like pairs
+    the same shape are sampled at equal indices. ``looks_split`` is true if the first float32 elements look like pairs
     of bfloat16 values. ``looks_coded`` is the 8-bit dtype whose codes the sampled elements have as their values, or
     empty. ``zero_runs`` are at most 1000 ranges of zero bytes that contain a whole page of the file.
 

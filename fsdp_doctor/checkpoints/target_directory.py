@@ -42,7 +42,7 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
 
     A target that exists is accepted only if it may be overwritten and a conversion wrote all of it. The target must not
     be, contain, or lie inside anything that is read. ``files`` are the source's files, some of which may be links to
-    other places.
+    other directories.
     """
     for place in (target, _name_partial(target), _name_old(target)):
         if any(_lies_in(each, place) for each in (source, *_list_directories(files))):

@@ -83,7 +83,7 @@ class PlaceToWrite(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Range of a tensor's bytes, and the places where it is written."""
+    """Range of a tensor's bytes, and the positions in files at which it is written."""
 
     first: int
     nbytes: int
@@ -109,8 +109,8 @@ _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
 
 @dataclass(slots=True)
 class FilePlan:
-    """Plan of all files. ``slots`` holds, for each tensor, its ranges in byte order and the place where each is
-    written.
+    """Plan of all files. ``slots`` holds, for each tensor, its ranges in byte order and the position in a file
+    at which each is written.
     """
 
     files: list[PlannedFile] = field(default_factory=list)
@@ -125,7 +125,7 @@ class FilePlan:
         return self.files[-1]
 
     def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
-        """Adds a place for a range of a tensor's bytes, in the file that was added last."""
+        """Adds a position for a range of a tensor's bytes, in the file that was added last."""
         slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
         place = PlaceToWrite(len(self.files) - 1, begin, member)
         if slots and slots[-1].first == first:

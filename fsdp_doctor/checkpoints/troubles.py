@@ -170,7 +170,7 @@ class Trouble(Enum):
         "warning", "the adapter changes nothing", TroubleRemedy.LOOK, "an adapter is like this before the first step"
     )
     FROZEN_BASE = Kind(
-        "warning", "peft needs the adapters alone", TroubleRemedy.LOOK, "a checkpoint may be meant to stand alone"
+        "warning", "peft needs only the adapters", TroubleRemedy.LOOK, "a checkpoint may be meant to stand alone"
     )
     LORA_PAIR = Kind("damage", "peft leaves the other half at its initial values", TroubleRemedy.SAVE_AGAIN)
     PREFIX = Kind(

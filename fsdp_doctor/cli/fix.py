@@ -29,7 +29,7 @@ def fix(
         list[str] | None,
         typer.Option(metavar="NAME", help="The job's framework. Can be repeated.  [default: the installed framework]"),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Apply this fix alone. Can be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Apply only this fix. Can be repeated.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the first sync with the model, by fingerprints.")
     ] = False,

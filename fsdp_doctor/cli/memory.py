@@ -191,7 +191,7 @@ def plan(
     if directory is not None:
         if config or job.model is not None:
             raise UsageError(
-                f"{directory}: next to --config, the model is given with --model; without it, as DIR alone"
+                f"{directory}: with --config, give the model with --model; without --config, give only DIR"
             )
         config, job = [*PLAIN_FSDP2], dataclasses.replace(job, model=directory)
     if not config:

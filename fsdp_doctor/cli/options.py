@@ -188,7 +188,7 @@ def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
 def declare_report_format(*beside: str, help: str = "") -> Any:
     """Declares an option for a format of reports.
 
-    beside: further words that the option accepts.
+    beside: words that the option accepts in addition to the formats.
     """
     from fsdp_doctor.report.formats import FORMATS
 

@@ -242,7 +242,7 @@ def _read_unit(unit: Fsdp1Unit | Fsdp2Unit) -> FsdpUnit:
 class _Rows:
     """Collects rows of tensors.
 
-    A model may have a hundred thousand tensors in a few states, so that each state is made only once and shared.
+    A model may have a hundred thousand tensors, but only a few distinct states, so each state is made once and shared.
     """
 
     def __init__(self) -> None:

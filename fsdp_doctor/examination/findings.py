@@ -219,8 +219,8 @@ def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
 def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
     """Finds uneven FSDP2 shards that were offloaded by hand, perhaps by a non-blocking copy.
 
-    After a move to the host FSDP2 pads a shorter shard at once, and may so read it before the copy has arrived. The
-    padded shard is in pageable memory again, so the evidence is the pinned memory of the other shards.
+    After a move to the host, FSDP2 immediately pads a shorter shard, and so may read it before the copy has arrived.
+    Padding puts the shard into pageable memory; therefore the evidence is that the other shards are pinned.
     """
 
     def is_by_hand(state: TensorState) -> bool:

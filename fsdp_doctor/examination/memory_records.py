@@ -1,4 +1,7 @@
-"""Records of the memory of one rank at one stage of a job, by class; their JSON; the rounding of CUDA's allocators."""
+"""Records one rank's memory at one stage of a job, by class of memory.
+
+Also converts the records to JSON and back, and rounds sizes as CUDA's allocators do.
+"""
 
 from __future__ import annotations
 
@@ -175,11 +178,14 @@ def format_memory_file(file: MemoryFile) -> str:
 
 
 def read_memory_file(text: str) -> MemoryFile:
-    """Reads the text of a file of ledgers. Raises UsageError for any other text."""
+    """Reads the text of a memory file. Raises UsageError for any other text."""
     try:
         data = json.loads(text)
         if (data["schema"], data["schema_version"]) != (SCHEMA, SCHEMA_VERSION):
             raise ValueError(f"its schema is {data['schema']} {data['schema_version']}")
         return msgspec.convert(data, MemoryFile)
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"not a file of ledgers: {type(error).__name__}: {error}") from None
+        raise UsageError(
+            "not a file that `fsdp-doctor memory measure --json` or `memory plan --json` wrote: "
+            f"{type(error).__name__}: {error}"
+        ) from None

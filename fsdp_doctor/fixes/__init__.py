@@ -5,7 +5,7 @@ sources     finds a function in the installed release, and checks whether its so
 applying    replaces the function in this process, and refuses a source that is not known
 fixed_job   runs a user's job with fixes, and reads the reports of its processes
 job_hook    applies fixes in the job's processes when a framework is imported
-patches     writes fixes as a patch of the release, with torch alone if ``edits.toml`` has the fix
+patches     writes fixes as a patch of the release, which needs only torch if ``edits.toml`` has the fix
 sending     functions that the replacements of senders share
 moving      functions that the replacements of offloads share, and a replacement for both verl and SkyRL
 on_verl     the replacements for verl; on_skyrl, on_trl, on_peft, on_accelerate, on_lightning, on_transformers for the

@@ -92,7 +92,7 @@ FIXES: tuple[FrameworkFix, ...] = (
             "verl:fsdp2/none/merge/lora/get_per_tensor_param.merged",
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
-        "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
+        "the adapters are in them; an adapter that is sent by itself is on the CPU, in its own dtype; "
         "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
@@ -107,7 +107,7 @@ FIXES: tuple[FrameworkFix, ...] = (
         mends=("FD093", "FD234"),
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
-        "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
+        "adapters in them, as verl sends them; an adapter that is sent by itself is on the CPU, in its own dtype; "
         "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
@@ -238,7 +238,7 @@ FIXES: tuple[FrameworkFix, ...] = (
             "with FSDP1 only the adapter under peft's names, on every rank, and an error if the file has no "
             "tensor of the adapter"
         ),
-        leaves="SHARDED_STATE_DICT, the whole model under FSDP1, an adapter alone under FSDP2",
+        leaves="SHARDED_STATE_DICT, the whole model under FSDP1, a load of only an adapter under FSDP2",
         replacement="fsdp_doctor.fixes.on_accelerate:load_full_state",
     ),
     FrameworkFix(

@@ -33,7 +33,7 @@ def load_full_state(
 ) -> Any:
     """Replaces ``_set_model_state_dict``.
 
-    The full state is on rank 0 alone under FSDP2, and on every rank under FSDP1.
+    Under FSDP2 only rank 0 has the full state; under FSDP1 every rank has it.
     """
 
     def leave(reason: str) -> Any:
@@ -43,7 +43,7 @@ def load_full_state(
     adapter_only = adapter_only and layers.has_adapters
     if sd_options is not None:
         if adapter_only or not (sd_options.full_state_dict and sd_options.broadcast_from_rank0):
-            return leave("an adapter alone under FSDP2" if adapter_only else "a sharded state")
+            return leave("a load of only an adapter under FSDP2" if adapter_only else "a sharded state")
         load_full_tensors(model, state_dict or None, dtype="cast")
         return LoadedKeys([], [])
     if not adapter_only or not isinstance(model, FullyShardedDataParallel):

@@ -36,7 +36,7 @@ def take_adapter_within_fsdp1(
             (strip_wrappers(f"{name}.").removesuffix("."), module) for name, module in named_modules(*words, **named)
         )
 
-    # An attribute of this object alone, which hides the class's method until the call ends.
+    # An attribute of only this object, which hides the class's method until the call ends.
     model.named_modules = name_unwrapped  # type: ignore[method-assign]
     try:
         return original(model, state_dict, *arguments, **options)

@@ -49,13 +49,13 @@ class Patch:
 
 
 def read_edits() -> list[Edit]:
-    """Reads the table of changes with torch alone."""
+    """Reads the table of changes that need only torch."""
     table = tomllib.loads(pathlib.Path(__file__).with_name("edits.toml").read_text(encoding="utf-8"))
     return msgspec.convert(table["edit"], list[Edit])
 
 
 def render_patch(functions: Iterable[FixedFunction]) -> Patch:
-    """Renders the fixes as a patch: with torch alone where there are edits, otherwise with this library's functions.
+    """Renders the fixes as a patch, which needs only torch where there are edits, and this library elsewhere.
 
     A function without edits is decorated with :func:`fsdp_doctor.fixes.use_fix`. Raises CannotRun where the rest of a
     module is not as the edits were written for.

@@ -43,7 +43,7 @@ from fsdp_doctor.frameworks.saved_files import read_weights
 from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.text import read_first_line
+from fsdp_doctor.text import format_count, read_first_line
 from fsdp_doctor.verdict.records import Stage
 from fsdp_doctor.weights.fsdp import private
 
@@ -90,7 +90,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         self._raised_before: BaseException | None = None
         self._until_method_ends = contextlib.ExitStack()
         self._fixes_of_method: list[AppliedFix] = []
-        # The fixes whose calls the ranks must tell each other, because some ranks alone make them.
+        # The fixes whose calls the ranks must tell each other, because only some ranks make them.
         self._fixes_of_some_ranks: Sequence[AppliedFix] = ()
         # Whether a replacement has run in the processes that wrote the checkpoint.
         self._was_saved_with_fix = False
@@ -113,7 +113,8 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         session = find_adapter(scenario.framework).build(scenario.values, plain)
         if not dist.is_initialized():
             made = f"{describe_version(scenario.framework)} made no process group"
-            raise Unsupported(f"{made}, so nothing is sharded: ranks {worker.place.world_size}")
+            ranks = format_count(worker.place.world_size, "rank")
+            raise Unsupported(f"{made}, so nothing is sharded: the job has {ranks}")
         # The control group is made after the framework has made its own groups.
         self.runtime = runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
         return session
@@ -180,7 +181,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
 
     @contextlib.contextmanager
     def end_fixes(self) -> Iterator[None]:
-        """Puts the framework's functions back at the end of the ``with`` block, in which the method runs."""
+        """Puts the framework's functions back at the end of the ``with`` block in which the method under test runs."""
         with self._until_method_ends:
             yield
             self._check_fixes(self._fixes_of_method)
@@ -204,7 +205,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
         """Raises Unsupported if the framework's own functions ran instead of the replacements.
 
-        Where some ranks alone call a function, the ranks tell each other, and :meth:`recover` raises it.
+        If only some ranks call a function, the ranks tell each other, and :meth:`recover` raises it.
         """
         if not all(each.fix.on_every_rank for each in applied):
             self._fixes_of_some_ranks = applied
@@ -220,7 +221,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
 
     def recover(self, trainer: FrameworkSession) -> bool:
-        """Checks that a replacement of a function that some ranks alone call has run on at least one rank."""
+        """Checks that the replacement has run on at least one rank, for a function that only some ranks call."""
         if applied := self._fixes_of_some_ranks:
             has_run = torch.tensor(int(self._has_run(applied)), device="cpu")
             dist.all_reduce(has_run, dist.ReduceOp.MAX, group=self.present_runtime.control)

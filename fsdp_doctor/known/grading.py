@@ -113,7 +113,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         return None
     lacking = [name for name in entry.needs if not evidence.shows(name)]
     has_frame = entry.has_frame(places)
-    # A clue without hints is shown by the failure itself alone.
+    # A clue without hints is shown only by the failure itself.
     is_elsewhere = not has_frame or any(not CLUES[name].hints for name in lacking)
     # A message that many programs raise, in a traceback that goes elsewhere, is another failure.
     if traceback and is_elsewhere and (entry.frames or not evidence.shows("fsdp")) and not evidence.names_fsdp:

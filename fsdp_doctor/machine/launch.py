@@ -44,7 +44,7 @@ class Place:
 
     @property
     def variables(self) -> dict[str, str]:
-        """torchrun's environment variables for this place."""
+        """torchrun's environment variables for this rank."""
         local_world_size = self.world_size // self.num_nodes
         values = (self.rank, self.world_size, self.local_rank, local_world_size)
         return dict(zip(_VARIABLES, map(str, values), strict=True))

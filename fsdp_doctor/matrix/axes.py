@@ -112,7 +112,7 @@ class OffloadWay(AxisValue):
     )
     BY_PHASE = (
         "by-phase",
-        "CPUOffloadPolicy(offload_after_backward=False): shards are on the host between forward and backward alone "
+        "CPUOffloadPolicy(offload_after_backward=False): shards are on the host only between forward and backward "
         "(pytorch#192441; no release has it)",
     )
     MOVED = (
@@ -124,8 +124,8 @@ class OffloadWay(AxisValue):
     )
     AROUND_STEP = (
         "optimizer-around-step",
-        "the optimizer state is on the device during the update alone; gradients of two batches add up before it "
-        "(verl#7804)",
+        "the optimizer state is on the device only during the update, before which gradients of two batches are "
+        "accumulated (verl#7804)",
     )
 
 
@@ -248,7 +248,10 @@ class Model(AxisValue):
     QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
     QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
     QWEN3_QLORA = "qwen3-qlora", "the same over linear layers in 4 bits (bitsandbytes, NF4), stored as float32"
-    QWEN3_QLORA_BF16 = "qwen3-qlora-bf16", "the same in bfloat16, with codes stored as bfloat16 and scales in codes"
+    QWEN3_QLORA_BF16 = (
+        "qwen3-qlora-bf16",
+        "the same in bfloat16: codes are stored as bfloat16, and the scales are quantized, too (double quantization)",
+    )
     QWEN3_FLOAT8 = "qwen3-float8", "Qwen3 whose decoder layers are gathered and multiplied in float8 (torchao)"
     QWEN3_MXFP8 = "qwen3-mxfp8", "Qwen3 whose decoder layers are multiplied in MXFP8 (torchao's prototype)"
     CUSTOM = "custom", "the configuration or checkpoint given with --model DIR"
@@ -340,7 +343,7 @@ class Backend(AxisValue):
     """Backends of the default process group."""
 
     MIXED = "mixed", "a backend for each device type: cpu:gloo and the accelerator's default backend"
-    DEVICE_ONLY = "device-only", "the accelerator's backend alone, as init_process_group('nccl') gives"
+    DEVICE_ONLY = "device-only", "only the accelerator's backend, as init_process_group('nccl') gives"
 
     @property
     def has_cpu_collectives(self) -> bool:
@@ -363,7 +366,7 @@ class Sharding(AxisValue):
     EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
     HIDDEN_EXPERTS = (
         "hidden-experts",
-        "as 2d, but with plain parameters: groups of ranks have other experts under one name, as in VeOmni",
+        "as 2d, but with plain parameters: each group of ranks has different experts under the same name, as in VeOmni",
     )
     REPLICATE = "replicate", "replicate() instead of fully_shard, torch 2.12 and newer"
     SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
@@ -464,12 +467,12 @@ class Precision(AxisValue):
 class Optimizer(AxisValue):
     """Optimizer whose state the steps of a trained model make."""
 
-    ADAMW = "adamw", "AdamW as torch makes it: over lists of tensors, with step counters on the host"
+    ADAMW = "adamw", "AdamW with torch's defaults (foreach where possible), with step counters on the host"
     SGD = "sgd", "SGD with momentum 0.9"
     MUON = "muon", "Muon for the matrices, torch 2.9 and newer; a separate SGD, without state, for the rest"
-    ADAFACTOR = "adafactor", "torch's Adafactor; of a flat parameter it keeps the second moments whole, not as factors"
+    ADAFACTOR = "adafactor", "torch's Adafactor; for a flat parameter it keeps whole second moments, not factors"
     ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters on the parameters' device"
-    ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as a CUDA graph takes it"
+    ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as CUDA graphs require"
     ADAMW_8BIT = "adamw-8bit", "torchao's AdamW8bit: blocks of 8-bit codes with a scale each, and a tensor for lr"
     TENSOR_LR = "tensor-lr", "AdamW(lr=torch.tensor(...)), on the host"
 
@@ -577,7 +580,11 @@ class Consumer(AxisValue):
     SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
-    LAZY = "lazy", "the entries of a call are read after a second call, whose entries were read and overwritten"
+    LAZY = (
+        "lazy",
+        "the method is called twice; the second call's entries are read and overwritten first, then the first call's "
+        "entries are read",
+    )
     REPEATED = (
         "repeated",
         "eight calls: memory, streams, threads or descriptors that grow with each call are a leak",

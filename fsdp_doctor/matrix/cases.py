@@ -122,13 +122,14 @@ class Scenario:
     def must_load(self) -> bool:
         """True if a load of weights has to succeed; otherwise every rank may refuse it.
 
-        A load of codes cannot bring their scales, and a load of weights would have to quantize them.
+        A model with quantized weights may refuse: a checkpoint of quantized codes lacks their scales, and weights in
+        full precision would have to be quantized first.
         """
         return self.can_be_loaded and not self.model.is_quantized
 
     @property
     def can_be_loaded(self) -> bool:
-        """True if a load that leaves codes alone has to succeed.
+        """True if a load that does not touch quantized weights has to succeed.
 
         FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved
         parameters that a step had left unsharded. No loader of weights can repair either.
@@ -139,7 +140,7 @@ class Scenario:
 
     @property
     def must_extract(self) -> bool:
-        """True if an extraction has to succeed; otherwise every rank may refuse to yield codes as weights."""
+        """True if an extraction has to succeed; otherwise every rank may refuse to yield quantized codes as weights."""
         return not self.model.is_quantized
 
     @property

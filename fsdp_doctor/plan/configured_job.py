@@ -360,8 +360,8 @@ def _read_model(role: Role, result: CheckResult, options: PlanOptions) -> str:
     if os.path.isdir(directory):
         raise UsageError(f"{role}: {path}: the directory has no config.json")
     raise UsageError(
-        f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model, a directory or one "
-        f"of {', '.join(MODEL_SHAPES)}"
+        f"{role}: {path} is neither a directory with a config.json nor a known shape; give --model DIR, or --model "
+        f"with one of these shapes: {', '.join(MODEL_SHAPES)}"
     )
 
 

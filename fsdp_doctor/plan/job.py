@@ -40,7 +40,8 @@ class RoleSetup:
     model: a named shape, or a directory with a config.json.
     layers: the number of layers; None for the model's own number.
     trains: whether the model is trained; false if only its forward runs.
-    sequences, length: the number of sequences in one forward, and the number of tokens in each.
+    sequences: the number of sequences in one forward.
+    length: the number of tokens in each sequence.
     checkpointing: whether activation checkpointing is on.
     moments: the number of tensors of the parameters' size that the optimizer keeps.
     method: the matrix method that extracts the weights; empty if they are not extracted.

@@ -53,7 +53,8 @@ class RolePlan:
     """The predicted memory of one model.
 
     numel: the number of the model's parameters.
-    first, last: the ledgers of the first and of the last rank in a shard group.
+    first: the ledgers of the first rank in a shard group.
+    last: the ledgers of the last rank in a shard group.
     """
 
     setup: RoleSetup

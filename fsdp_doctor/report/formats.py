@@ -41,7 +41,8 @@ def render(
 ) -> str:
     """Renders the report in a format. The text ends in a newline.
 
-    width, color: the width in columns and the colours of the table.
+    width: the width of the table in columns.
+    color: the colours of the table.
     unexpected: sentences about unexpected results, for annotations.
     expected: the ids of bad cases that were expected. JUnit does not count them as failures, and the table only
         summarizes them unless is_verbose.

@@ -144,7 +144,7 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
     if contract.direction == "in" and scenario.version == 1 and cast and moments_or_files:
         return "FSDP1's shards have one dtype, and a short script has no second run"
     if kind == "wrong" and contract.form in ("flat", "local", "optimizer"):
-        return f"a short script cannot say which values a method that yields {contract.form} tensors owes"
+        return f"a short script cannot say which values are right for a method that yields {contract.form} tensors"
     return ""
 
 

@@ -154,7 +154,7 @@ class _Diagnosis:
         records = [step for record in straight.ranks.values() for step in [*record.steps, record.final] if step]
         written = sorted({record.step - 1 for record in records if record.written})
         if not [step for step in written if step >= at]:
-            when = f"after step {', '.join(map(str, written))} alone" if written else "never"
+            when = f"only after step {', '.join(map(str, written))}" if written else "never"
             raise UsageError(
                 f"the job must save after step {at}, but wrote into {{dir}} {when}: set --at to the step of the "
                 "job's save, or use {n} to set the job's save step"

@@ -43,7 +43,7 @@ _AVERAGES = re.compile(r"EMA|Ema(?![a-z])|(?:^|_)ema(?:_|$)|ExponentialMoving|We
 _FRAMEWORKS = ("trl", "verl", "torchtitan", "lightning", "transformers", "accelerate")
 _UNSEEN = ("deepspeed", "ray")
 _LONGEST_LIST = 64
-# The heap is searched at the first steps alone: with many objects it takes seconds.
+# The heap is searched only at the first steps: with many objects it takes seconds.
 _SEARCHED_STEPS = 2
 _SECONDS_FOR_THREADS = 60
 _SECONDS_FOR_RANKS = 120

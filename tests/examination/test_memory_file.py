@@ -42,5 +42,5 @@ def test_a_file_of_ledgers_comes_back_as_it_was_written() -> None:
 def test_what_is_no_file_of_ledgers_is_refused_in_a_sentence() -> None:
     other = json.dumps(json.loads(format_memory_file(FILE)) | {"schema": "fsdp-doctor/report"})
     for text in ("", "[]", "{}", other, format_memory_file(FILE).replace('"rank"', '"rang"')):
-        with pytest.raises(UsageError, match="not a file of ledgers"):
+        with pytest.raises(UsageError, match="not a file that `fsdp-doctor memory measure --json`"):
             read_memory_file(text)

@@ -72,7 +72,8 @@ def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         further = list(inspect.signature(function).parameters.values())[1:]
     except (NameError, TypeError, ValueError):
-        # A function of C has no signature; from Python 3.14 on an annotation may name what is imported for types alone.
+        # A function of C has no signature; from Python 3.14 on an annotation may name an object that is imported only
+        # for types.
         return ()
     return tuple(p.name for p in further if p.kind in _BY_NAME and p.default is inspect.Parameter.empty)
 

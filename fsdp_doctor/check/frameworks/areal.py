@@ -54,7 +54,7 @@ class Areal(FsdpFramework[VersionRange]):
     def read(self, role: Role) -> ModelReading:
         row, allocation = _read_allocation(self.settings, role)
         if row is None:
-            raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
+            raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains the {role}")
         # If no engine is named, Megatron trains if there are pipeline stages.
         default = "megatron" if _parse_degrees(allocation).get("p", 1) > 1 else "fsdp"
         engine = default if _DEGREES.fullmatch(allocation) else allocation.partition(":")[0]

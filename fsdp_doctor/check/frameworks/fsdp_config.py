@@ -333,9 +333,7 @@ def _read_config_file(settings: Settings) -> Settings:
         return Settings()
     read = follow(row)
     if read is None and not any(f"{LAUNCH}.{flag}" in settings for flag in _ENGINES):
-        raise Unreadable(
-            f"{row}: {pathlib.Path(str(row.value)).name} is not here; give this file as a further argument"
-        )
+        raise Unreadable(f"{row}: there is no file at this path; give the file's location as another argument")
     return read or Settings()
 
 
@@ -390,7 +388,8 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         rows = parse_json(row) if row.value.lstrip().startswith("{") else follow(row)
         if rows is None:
             raise UsageError(
-                f"{row}: there is no such file; give the file as a further argument, or write out fsdp_config"
+                f"{row}: there is no file at this path; give the file's location as another argument, or write the "
+                "settings into fsdp_config"
             )
         return Settings.join(settings, [Setting(f"{_SECTION}.{r.key}", r.value, r.where) for r in rows])
 
@@ -534,7 +533,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     def read(self, role: Role) -> ModelReading:
         if "base_model" not in self.settings:
-            raise Unreadable("the command's configuration is not here; give this file as a further argument")
+            raise Unreadable("the configuration file of the axolotl command was not given; give it as another argument")
         if not self._read_options() and not self.settings.list_below(_SECTION):
             return report_not_under_fsdp(
                 role, self.settings.find_first("deepspeed") or "neither fsdp nor fsdp_config is set"
@@ -681,4 +680,4 @@ def _read_fsdp_flag(row: Setting) -> Iterable[Setting]:
         return parse_json(row)
     if (named := follow(row)) is not None:
         return named
-    raise Unreadable(f"{row}: there is no such file; give the file as a further argument")
+    raise Unreadable(f"{row}: there is no file at this path; give the file's location as another argument")

@@ -135,7 +135,8 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     merged_late: a merged adapter is read after the merge was undone.
     nonblocking: FSDP2 shards are offloaded without waiting for the copies.
     asks_offloaded: fully asynchronous training reads names and shapes from an offloaded model (issue 4657).
-    backend, critic_backend: the backends of PPO's process group, and of the critic's own group.
+    backend: the backend of PPO's process group.
+    critic_backend: the backend of the critic's separate group.
     always_ref: a reference model is built even if nothing asks for one.
     fsdp1_only: these versions do not support FSDP2 and LoRA yet.
     """
@@ -190,7 +191,7 @@ class Verl(FsdpFramework[VerlVersions]):
             return {"actor" if _is_ppo(self.settings) else "model": ()}
         if config := _find_unknown_config(self.settings):
             raise Unreadable(
-                f"{config}: the settings of that configuration are not known; give its file as a further argument"
+                f"{config}: the settings of that configuration are not known; give its file as another argument"
             )
         models = _list_built_models(self.settings)
         return {model.role: model.sections for model in models if model is not _REF or self._list_ranges(model)}

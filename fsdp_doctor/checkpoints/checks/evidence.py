@@ -51,7 +51,7 @@ class CheckpointEvidence:
 
     def find_checksum(self, tensor: SavedTensor) -> int | None:
         """Computes the CRC-32 of the tensor's bytes in row order; None if its pieces are not blocks of whole rows, or
-        their places are not known.
+        their positions in the tensor are not known.
         """
         if tensor.is_loose:
             return None
@@ -64,7 +64,7 @@ class CheckpointEvidence:
         return crc if at == (tensor.shape or (1,))[0] else None
 
     def pair_samples(self, one: SavedTensor, other: SavedTensor) -> Iterator[tuple[Samples, Samples]]:
-        """Yields finite elements from the same places of two tensors, for each pair of pieces with the same rows."""
+        """Yields finite elements at the same indices of two tensors, for each pair of pieces with the same rows."""
         is_by_rank = one.is_loose or other.is_loose
 
         def locate(piece: SavedPiece) -> tuple[object, ...]:

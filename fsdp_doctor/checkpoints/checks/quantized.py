@@ -1,4 +1,7 @@
-"""Checks for the codes of quantized weights that were saved as if they were the weights."""
+"""Checks for the codes of quantized weights that were saved as if they were the weights.
+
+Codes are the numbers that a quantizer stores; a weight is a code times its scale.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _SETTING = re.compile(r"quant|compress", re.IGNORECASE)
 
 
 def find_codes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds codes without a word in config.json that they are codes, and codes that were cast to another dtype.
+    """Finds codes that config.json does not call quantized, and codes that were cast to another dtype.
 
     A checkpoint of codes has their scales, and a setting with which a load multiplies them. Without the setting a load
     takes the codes for the weights. Cast codes are all on the grid of an 8-bit dtype, and thousands of times larger
@@ -44,7 +47,7 @@ def find_codes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _lacks_setting(evidence: CheckpointEvidence, state: State) -> bool:
-    """Returns whether a config.json of transformers' own classes, and the files beside it, name no quantization."""
+    """Returns whether a config.json of transformers' own classes, and the files next to it, name no quantization."""
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = config.get("text_config")
     keys = {*config, *(inner if isinstance(inner, dict) else {})}

@@ -31,7 +31,7 @@ _MOST_BOXES = 2000
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
 
-    Plain tensors of ranks have no known places, and are passed over.
+    Plain tensors of ranks have no known position in a whole tensor, and are passed over.
     """
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (

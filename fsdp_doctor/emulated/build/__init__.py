@@ -120,7 +120,8 @@ def _use_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) ->
         except OSError as error:
             reasons.append(f"{name}: {error.strerror or error}")
     raise EmulationUnavailable(
-        f"the emulated accelerator cannot be kept in {', nor in '.join(reasons)}; set FSDP_DOCTOR_CACHE"
+        f"the library of the emulated accelerator cannot be written to {', nor to '.join(reasons)}; set "
+        "FSDP_DOCTOR_CACHE to a directory that can be written to"
     )
 
 

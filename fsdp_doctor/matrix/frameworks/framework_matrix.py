@@ -66,14 +66,14 @@ class Shim:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredBuild:
-    """Facts about the model that a configuration must bring about; a fact that is left out is not compared.
+    """Facts about the model that a configuration must produce; a fact that is left out is not compared.
 
-    only: by axis, the values for which the facts hold.
+    only: maps an axis to the values for which the facts are compared.
     strategies: the allowed strategies.
     offloads: whether FSDP's own policy is on.
     state_dict_type: the form of the saved state dict, as the framework reports it.
-    own_sharding: whether the framework shards without torch's FSDP: the model may have no unit of torch's FSDP, and no
-        parameter that is not a DTensor.
+    own_sharding: whether the framework shards without torch's FSDP. If so, the model must not have a unit of torch's
+        FSDP, and every parameter must be a DTensor.
     """
 
     only: Mapping[str, tuple[str, ...]]

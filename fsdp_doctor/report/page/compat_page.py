@@ -1,9 +1,14 @@
 """Renders a merged report as one HTML file: the template with the data, and the style and scripts of this directory.
 
-The data, which ``cases.js`` reads, hold every text once and all other values as numbers: ``environments`` are the
-columns; ``axes`` and ``methods`` are the words of the cases; ``outcomes`` are rows of (verdict, reason, message, also,
-entry); ``cases`` are rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment or
--1, statements, whether it changed). A number in a row is an index into the list of its words, or into ``texts``.
+``cases.js`` reads the data. The data contain every text once, in a list; rows refer to a text by its index in the list:
+
+- ``environments`` are the columns. ``axes``, ``methods``, ``kinds`` and ``texts`` are lists of texts.
+- ``outcomes`` are rows of (verdict, reason, message, further findings, entry): an index into ``kinds``, then indices
+  into ``texts``.
+- ``cases`` are rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment,
+  statements, whether the case changed). The strategy, offload, staging and direction are indices into the lists in
+  ``axes``, the method into ``methods``, the outcomes into ``outcomes`` (-1 for no result), and the other axes and the
+  statements into ``texts``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ function grouped(rows) {
 function showMatrix(most = MOST_ROWS) {
   const rows = chosenCases();
   const chosen = chosenColumns();
-  // A report of the CPU alone may have no answer to any of these cases; its columns are shown then.
+  // A report of only the CPU may have no answer to any of these cases; its columns are shown then.
   const answering = chosen.filter((column) => answers(column, rows).length);
   const columns = answering.length ? answering : chosen.filter((column) => rows.some((one) => one.outcomes[column.index]));
   const without = chosen.length - columns.length;

@@ -269,7 +269,7 @@ def _describe_machine(environment: Environment) -> str:
 
 
 def _list_facts(environment: Environment) -> dict[str, str]:
-    """Maps the names of facts that can differ between environments of one machine to their values."""
+    """Returns the facts that can differ between environments of one machine: their values by name."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
     # Device and number of ranks are left out, because the description of the machine has them.
     options = " ".join(re.sub(r"--(?:device|nproc) \S+", "", environment.rerun_options).split())

@@ -50,7 +50,7 @@ class Packages:
     """Packages that are installed for one probe.
 
     torch: a version; ``2.10`` means its newest patch release.
-    beside: requirements of other packages.
+    beside: requirements for the packages to install in addition to torch.
     """
 
     torch: str
@@ -288,7 +288,10 @@ def _split_words(options: Sequence[str]) -> list[str]:
 
 
 def _make_empty_report(sweep: Sweep, packages: Packages, trouble: str) -> Report:
-    """Makes the report of packages that could not run, so that a merged report names the trouble."""
+    """Makes a report without results for packages on which the probe could not run.
+
+    A merged report then states the reason, which is ``trouble``.
+    """
     facts = collect_without_torch()
     facts["packages"] = {"torch": packages.torch, **read_exact_versions(packages.beside)}
     return Report(

@@ -116,8 +116,8 @@ def full_tensors(
         to four times as large, and a unit of FSDP1 is gathered whole.
     lora: ``merged``: the weights with their active adapters added, as the model computes with them. The merge is out of
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after ``unmerge_adapter``
-        yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: the one active adapter
-        alone, under the names of peft's adapter files. A model without adapters has only weights.
+        yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: only the one active
+        adapter, under the names of peft's adapter files. A model without adapters has only weights.
     names: ``model``: the names of the model; ``hub``: the names that transformers gives the tensors in
         ``save_pretrained``; ``auto``: the Hub's names if transformers knows them, otherwise the model's names; or a
         mapping in the form of :func:`read_hub_view`. A Hub tensor that is a part of a model's tensor, such as one
@@ -332,7 +332,7 @@ class _PendingBucket:
 class Pipeline:
     """Pipeline of one extraction.
 
-    shards: this rank's shards, by the places of the plan's sources.
+    shards: this rank's shards, each at the index ``place`` of its source.
     """
 
     def __init__(

@@ -83,12 +83,11 @@ def local_shards(
     others raise RankLeft.
 
     Device memory in use at once, in addition to the tensors that the caller keeps: two buckets, or one bucket and the
-        largest
-    shard; 24 MiB if shards are cast or merged; the factors of all adapters.
+    largest shard; 24 MiB if shards are cast or merged; the factors of all adapters.
 
-    Raises the errors of :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
-    LayoutError (RuntimeError) for placements that do not divide a tensor into shards, and NamesError for a tensor of
-    the Hub whose elements on a rank are neither a range nor a block of the tensor.
+    Raises the errors of :func:`full_tensors`. Also raises LayoutError (RuntimeError) for placements that do not divide
+    a tensor into shards, and NamesError for a tensor of the Hub whose elements on a rank are neither a range nor a
+    block of the tensor. Plain parameters that differ between the ranks are not noticed.
     """
     with announce_errors_where_merged(model, lora):
         arguments = Arguments.check(

@@ -1,4 +1,4 @@
-"""Plan of an extraction: made once for a model and its arguments, and kept until the model changes."""
+"""Plan of an extraction, made once for a model and the extraction's arguments, and kept until the model changes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Plan:
     adapters: for each weight, the factors to merge into it.
     factors: the source of each factor.
     most_bytes: device memory that buckets and the caller's last tensor may take together.
-    ready: the places of the shards that a collective can read without a copy.
+    ready: the indices of the shards that a collective can read without a copy.
     names: the names under which the sources' tensors are yielded.
     in_step: whether a bucket is gathered only when the work of every rank's caller has finished.
     """
@@ -156,7 +156,7 @@ class _KeptPlan:
                 "or swapped after the first forward. Copy values into FSDP2's parameter instead of replacing the "
                 "parameter or its memory"
             )
-        # Adapters alone can be had of a model whose weights are codes.
+        # Only the adapters can be extracted from a model whose weights are quantized codes.
         refuse(contents.find_unreadable(but_strided=arguments.lora == "adapter"))
         peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
         self._snapshot = Snapshot(model, contents)
@@ -194,7 +194,7 @@ atexit.register(_kept.clear)
 def get_plan(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None
 ) -> tuple[Plan, list[torch.Tensor]]:
-    """Returns the plan, and this rank's present shards by the places of the sources.
+    """Returns the plan, and this rank's present shards, each at the index ``place`` of its source.
 
     tensors: tensors to read instead of the model's own; such a plan is not kept.
     """
@@ -289,7 +289,7 @@ def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Argume
     names = arguments.names
     if arguments.lora == "adapter" and names != "model":
         if names != "auto":
-            raise NamesError('lora="adapter" uses the names of peft\'s files: the Hub has names for the weights only')
+            raise NamesError('lora="adapter" always uses the names of peft\'s files: use names="model" or names="auto"')
         names = "model"
     shapes = {name: spec.shape for source in sources for spec in list_specs(source) for name in spec.names}
     return OutputNames(choose_names(dict(names) if isinstance(names, tuple) else names, model, shapes))

@@ -296,7 +296,7 @@ def _swap_halves(
 class _Weights:
     """Tensors of the model in a checkpoint, by name.
 
-    Raises FingerprintError if there are none, or if damage was found while their places were read.
+    Raises FingerprintError if there are none, or if damage was found while their positions in the files were read.
     """
 
     def __init__(self, path: pathlib.Path, part: str | None = None) -> None:

@@ -134,8 +134,8 @@ def require_version(version: Any, whose: str) -> None:
 def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
     """Adds the sums of several ranks for the same tensors, counting each replicated part once.
 
-    Raises FingerprintError if ``parts`` is empty, if its versions have different sums, if a tensor's shape or dtype
-    differs between parts, if replicas of a part differ, or if parts overlap.
+    Raises FingerprintError if ``parts`` is empty, if a part was made with another version of the sum, if a tensor's
+    shape or dtype differs between parts, if replicas of a part differ, or if parts overlap.
     """
     if isinstance(parts, Fingerprints):
         raise TypeError("fingerprints to be combined are those of several ranks, not of one")
@@ -154,7 +154,7 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
                 add_fingerprint(sums, name, tensor)
             elif replica != tensor:
                 raise FingerprintError(
-                    f"{name}: several ranks have elements from {tensor.first} on, with different values"
+                    f"{name}: several ranks hold the elements that begin at {tensor.first}, but their values differ"
                 )
     if is_empty:
         raise FingerprintError("there are no fingerprints to combine")

@@ -47,7 +47,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(slots=True, eq=False)
 class IndexedBlock:
-    """Contiguous memory whose elements have known places in a tensor.
+    """Contiguous memory whose elements have known indices in a tensor.
 
     number: the tensor's index among the tensors that are summed together.
     tensor: the block, of any shape and dtype. The element at the coordinates ``c`` within ``sizes`` is element ``base +
@@ -214,7 +214,7 @@ def _multiply(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def sum_elements(grid: IndexedBlock) -> torch.Tensor:
-    """Sums elements in any places. Returns both lanes.
+    """Sums elements with any indices. Returns both lanes.
 
     grid: a block whose tensor is 1-D and int8, int16 or int32.
     """

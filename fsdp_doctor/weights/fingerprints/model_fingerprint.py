@@ -139,9 +139,9 @@ def fingerprint(
 class RepeatedFingerprint:
     """Computes the :func:`fingerprint` of one model at each weight sync, without waiting for the device.
 
-    The arguments are those of :func:`fingerprint`. Use :meth:`full_tensors` to send the weights and sum them at once,
-    or :meth:`start` to sum them if they are sent in another way. Both keep the table of memory that is read, as long as
-    that memory stays at its address. Each costs an all-reduce and two copies of 24 bytes for each tensor.
+    The arguments are the same as for :func:`fingerprint`. Use :meth:`full_tensors` to send the weights and sum them in
+    the same pass, or :meth:`start` to sum them if they are sent in another way. Both keep a table of the addresses that
+    are read, until the tensors move. Each costs an all-reduce and two copies of 24 bytes for each tensor.
     """
 
     def __init__(

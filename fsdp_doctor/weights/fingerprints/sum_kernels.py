@@ -2,7 +2,7 @@
 
 Each program reads its arguments from one row of a table. A program for consecutive words sums some columns of some rows
 of 4096 words: it multiplies each row by its key, adds the rows, and multiplies by the columns' keys only at the end, so
-each word costs two products. A program for elements in other places sums a tile: neighbours in memory are read
+each word costs two products. A program for elements with other indices sums a tile: neighbours in memory are read
 together, and each element has its own row key and column key. All keys are read from memory, since computing a key
 costs as much as summing some words.
 """

@@ -64,7 +64,8 @@ class TensorPart:
 class _SumLaunch:
     """Sums of tensors on one device, in one launch. Each ``start`` sums the present values of the same memory.
 
-    names, parts: the tensors' names and parts; the lanes of the parts are zero.
+    names: the tensors' names.
+    parts: the part of each tensor; its lanes are zero.
     rows: for each tensor, both lanes and the number of elements that were summed.
     """
 
@@ -337,7 +338,7 @@ def _local_of(tensor: torch.Tensor | TensorPart) -> torch.Tensor:
 def divide_shard_into_blocks(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
 ) -> list[IndexedBlock]:
-    """Divides a shard into blocks whose elements have their places in the whole tensor.
+    """Divides a shard into blocks whose elements have known indices in the whole tensor.
 
     strides: the strides of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
     """
@@ -351,8 +352,9 @@ def divide_shard_into_blocks(
 
 
 def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
-    """Divides a block at the middle of ``dim`` and gives each half the places of the other; yields nothing for an odd
-    dim.
+    """Divides a block at the middle of ``dim`` and gives each half the indices of the other half.
+
+    Yields nothing for an odd dim.
     """
     if dim >= len(shape) or shape[dim] % 2:
         return

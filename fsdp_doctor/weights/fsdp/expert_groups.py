@@ -43,10 +43,11 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
 
 @disable_autograd
 def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelContents:
-    """Gives the parameters that match ``experts`` their places among all experts, in place. Any rank may call it alone.
+    """Gives each parameter that matches ``experts`` its position among all experts.
 
-    Raises ValueError if no parameter matches, for a parameter in an FSDP1 unit, and for a parameter that is already
-    sharded along the experts' mesh or over ranks that are no slice of the root mesh.
+    Changes ``contents`` in place. Any rank may call it alone. Raises ValueError if no parameter matches, for a
+    parameter in an FSDP1 unit, and for a parameter that is already sharded along the experts' mesh, or over a group of
+    ranks that is not a slice of the root mesh.
     """
     if not experts:
         return contents

@@ -1,4 +1,4 @@
-"""Computes the part of a tensor that a rank holds, from the placements alone."""
+"""Computes the part of a tensor that a rank holds, only from the placements."""
 
 from __future__ import annotations
 

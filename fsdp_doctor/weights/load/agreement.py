@@ -24,8 +24,8 @@ _KINDS: dict[SourceKind, str] = {"mapping": "a mapping", "iterator": "an iterabl
 class LoadAgreement:
     """Agreement of the ranks of one load, and its progress on this rank.
 
-    num_written: the number of tensors that this rank has begun to write. conflicts: by name, tensors that cannot be
-    loaded because groups of ranks have different tensors under one name.
+    num_written: the number of tensors that this rank has begun to write.
+    conflicts: by name, tensors that cannot be loaded because groups of ranks have different tensors under one name.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:

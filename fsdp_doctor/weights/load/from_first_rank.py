@@ -4,7 +4,7 @@ While one bucket is sent, the next is read. A bucket has a lane for each rank th
 not fit into the rest of the lanes continues in the next bucket. Rank 0 writes its own part directly. Ranks that hold
 the same part pass it on to each other.
 
-After the ranks have agreed to a bucket, and until its collectives are launched, nothing may fail on one rank alone. All
+After the ranks have agreed to a bucket, and until its collectives are launched, nothing may fail on only one rank. All
 memory for the buckets is therefore allocated in advance: rank 0 announces the length of a lane, and before the first
 bucket each rank allocates two buckets, or one if there is only one. An error on a rank after the collectives reaches
 the other ranks at the next agreement.

@@ -73,7 +73,7 @@ def load_full_tensors(
 ) -> LoadReport:
     """Fills the shards of a model, and its buffers, in place from full tensors.
 
-    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either rank 0 alone
+    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either only rank 0
     (the first of the mesh) or every rank has it. The ranks agree on the load before anything is written, and again at
     the end; an error of one rank is raised as LoadError on all others, so none waits in a collective forever.
 
@@ -248,7 +248,7 @@ def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
 def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
     """Raises LoadError if a step is running, and for an FSDP1 model whose backward raised."""
     if (running := private.find_running_step(list(model.modules()))) is not None:
-        raise LoadError(f"the load was called during a {running}: load between two steps")
+        raise LoadError(f"the load was called during a {running}: call it between two training steps")
     if broken := [unit.flat_name for unit in contents.fsdp1_units if unit.open_step == "backward"]:
         raise LoadError(
             f"a backward raised and left {join_some(broken)} in the middle of it, and FSDP1 cannot recover: build "

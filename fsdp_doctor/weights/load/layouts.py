@@ -176,7 +176,8 @@ class Layouts:
 class ShardsOfUnit:
     """Division of the flat parameter of one FSDP1 unit.
 
-    length: the number of elements of each shard. places: by rank, the index of its shard.
+    length: the number of elements of each shard.
+    places: for each rank, the index of its shard.
     """
 
     def __init__(self, unit: Fsdp1Unit, first: int) -> None:

@@ -63,7 +63,7 @@ Entries: TypeAlias = dict[str, TensorEntry | ScalarEntry]
 
 @dataclass
 class StateOutline:
-    """Full optimizer state without the values of its tensors, which all ranks need to know.
+    """Everything that each rank has to know of a full optimizer state: all but the values of its tensors.
 
     entries: the entries of each parameter's state, by the parameter's name and the key.
     groups: the options of each param group, and the names of its parameters under ``params``.

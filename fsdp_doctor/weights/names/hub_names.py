@@ -151,7 +151,7 @@ def _build_on_meta(config: str) -> PreTrainedModel:
             else:
                 model = transformers.AutoModelForCausalLM.from_config(settings)
     except Exception as error:  # transformers may raise anything
-        # Of a class that it has, the settings alone are wrong.
+        # If transformers has the class, only the settings are wrong.
         has_class = bool(named) and all(hasattr(transformers, each) for each in named)
         unknown = HubNamesUnknown if has_class else ModelClassUnknown
         raise unknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
@@ -275,7 +275,7 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
     """Copies the modules into a tree without wrappers, each with the class that it had before ``fully_shard``.
 
-    transformers looks at the modules' places and at the names of their classes.
+    transformers looks at the modules' positions in the tree and at the names of their classes.
     """
     inner = next(_unwrapped(module))
     if id(inner) not in copied:

@@ -73,7 +73,7 @@ class Box:
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
         """Cuts out the part of the box that a rank holds.
 
-        Returns its indices in the box, and its place in the rank's shard.
+        Returns the indices of that part in the box, and its slices in the rank's shard.
 
         part: the part of the whole tensor that the rank holds.
         """

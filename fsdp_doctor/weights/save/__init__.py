@@ -1,4 +1,4 @@
-"""Saves a sharded model, or its optimizer's state: every rank writes its own rows at their places in the files.
+"""Saves a sharded model, or its optimizer's state: every rank writes its own rows at their positions in the files.
 
 full_save        save_full_tensors: one save from its arguments to its report
 optimizer_save   save_optimizer_state

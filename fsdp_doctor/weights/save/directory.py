@@ -129,9 +129,9 @@ class SaveDirectory:
         ranks, own = self._store.get(self._record).decode(), str(list(self._ranks))
         if ranks != own:
             raise SaveError(
-                f"ranks {ranks} of this job have saved to {self.path}, but these are ranks {own}: the files of "
-                "another model, or of another stage of one, would be lost. Name a directory for each, or remove "
-                "the files first"
+                f"ranks {ranks} of this job have saved to {self.path}. Ranks {own} must not save there, too, because "
+                "that would overwrite the files of another model, or of another pipeline stage. Use one directory for "
+                "each model or stage, or remove the files first"
             )
 
     def join(self, partial: str) -> None:

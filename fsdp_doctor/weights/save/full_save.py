@@ -1,7 +1,7 @@
 """``save_full_tensors``: one save from its arguments to its report.
 
 1. The ranks compare what they are going to save, and the first rank makes the folder for unfinished files.
-2. Every rank computes all files from names, shapes and dtypes alone; each rank makes some of them in their final size.
+2. Every rank computes all files only from names, shapes and dtypes; each rank makes some of them in their final size.
 3. Every rank writes its own rows, takes turns at rows that several ranks hold, and waits for the disk.
 4. When all ranks have finished, the first rank gives the files their names, then the index, then the marker.
 """

@@ -81,7 +81,7 @@ class RankPlace:
         for source in sources:
             match source:
                 case Plain():
-                    # By the first rank alone: they may differ, as buffers of BatchNorm do.
+                    # Only the first rank writes them: they may differ, as buffers of BatchNorm do.
                     turn = Turn(self.index, 1)
                 case FlatUnit():
                     group = self.contents.fsdp1_units[source.place].replica_group
@@ -101,8 +101,8 @@ class RankPlace:
         mesh, placements = extend_mesh(source.mesh, source.placements, known) or (source.mesh, source.placements)
         if mesh.size() != len(self.ranks):
             raise SaveError(
-                f"{source.spec.names[0]} is on a mesh of some of the ranks that is not a slice of a mesh of all "
-                "ranks, so it is unknown which ranks have copies of it"
+                f"{source.spec.names[0]} is on a mesh that has only some of the ranks and is not a slice of a mesh of "
+                "all ranks; which ranks hold copies of it is unknown"
             )
         here, turn = mesh.get_coordinate() or [0] * mesh.ndim, Turn(0, 1)
         for dim, placement in enumerate(placements):

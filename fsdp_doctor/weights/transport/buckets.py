@@ -182,7 +182,7 @@ class Division:
         for order, part, nbytes in parts:
             bucket = filling.bucket
             copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
-            # Nothing runs beside the last gather.
+            # Nothing runs at the same time as the last gather.
             longest = min(limit, max(left // 2, bucket_bytes // 4))
             is_full = bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest
             is_alone = any(isinstance(transfer, FlatGather) for transfer in (part, *bucket.transfers[-1:]))

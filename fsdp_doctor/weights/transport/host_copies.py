@@ -1,7 +1,7 @@
 """Copies portions of tensors. Portions in pageable memory and in files are read by threads.
 
 Copies to the device go through pinned chunks, so that the link does not wait for reads. A thread has two chunks, and
-sends one chunk while it reads into the other. Portions in pinned or device memory are copied by the device alone. A
+sends one chunk while it reads into the other. Portions in pinned or device memory are copied by the device itself. A
 thread's job is one chunk, however many tensors share it, because handing over a job costs the host more than reading
 the tensors of most layers. All reads are planned before the first read begins, because Python code in one thread slows
 the reads of other threads. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the
@@ -72,9 +72,9 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Job of a thread: copies to the host, or through a chunk to the device.
+    """One job of a copying thread: copies pieces to the host, or to the device by way of a pinned chunk.
 
-    nbytes: the number of bytes of the chunk that the job uses.
+    nbytes: the number of bytes that the job uses of the chunk.
     """
 
     on_host: bool

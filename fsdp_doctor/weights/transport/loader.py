@@ -24,7 +24,8 @@ class Piece:
 
     target: 1-D memory on the device, in the dtype that is gathered.
     source: the part in the shard, of the same length, on any device.
-    name, start: the tensor to which the part belongs, and the part's first element in the flattened tensor.
+    name: the name of the tensor to which the part belongs.
+    start: the index of the part's first element in the flattened tensor.
     """
 
     target: torch.Tensor

@@ -174,7 +174,7 @@ def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[i
 class Comparison:
     """Comparison of the ranks' parts, for one call.
 
-    shards: this rank's shards, by their places.
+    shards: this rank's shards, each at the index ``place`` of its part.
     compares: the relations whose values are compared.
     anew: whether to compare again if the ranks have already compared.
     """
@@ -286,7 +286,7 @@ def _sample_values(shard: torch.Tensor) -> list[float] | None:
 def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
     """Finds a conflict between groups; None if all of them have copies.
 
-    values: for each rank, its group, its place in the group, and some elements.
+    values: for each rank, its group, its position in the group, and some elements.
     """
     alike: list[tuple[int, list[float], list[int]]] = []
     for rank, (_, place, elements) in values.items():

@@ -76,7 +76,7 @@ def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -
     """Reads this rank's shard of each tensor, in the order of the sources; the shard is empty if the rank holds
     nothing.
 
-    shards: this rank's shards, by the places of the sources.
+    shards: this rank's shards, each at the index ``place`` of its source.
     """
     for source in sources:
         local = shards[source.place].detach()

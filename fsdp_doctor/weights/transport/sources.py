@@ -53,7 +53,7 @@ class Plain:
     """Tensor that is whole on every rank: a buffer, an ignored or replicated parameter, or any tensor of an unsharded
     model.
 
-    part: the tensor's place in the shard of an FSDP1 unit that is not sharded; None if the tensor is the shard.
+    part: the tensor's range in the shard of an FSDP1 unit that is not sharded; None if the tensor is the shard.
     """
 
     spec: TensorSpec
@@ -177,7 +177,7 @@ def list_sources(contents: ModelContents) -> list[Source]:
 
 
 def list_shards(contents: ModelContents) -> list[torch.Tensor]:
-    """Lists this rank's present shards, by the places of the sources."""
+    """Lists this rank's present shards, each at the index ``place`` of its source."""
     units = [unit.shard for unit in contents.fsdp1_units]
     return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in contents.list_tensors())]
 

@@ -46,7 +46,7 @@ from fsdp_doctor.weights.transport.sources import (
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or a function that copies the tensor out of memory that it shares with other tensors."""
 OrderedResult: TypeAlias = tuple[int, TensorSpec, Result]
-"""(the tensor's place among all tensors, its source, the full tensor)."""
+"""(the tensor's index among all tensors, its source, the full tensor)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +61,8 @@ class Gather:
 class Call:
     """State of one extraction, whose plan is shared by many extractions.
 
-    shards: this rank's shards, by the places of their sources.
-    ready: the places of the sources whose shards a collective can read without a copy.
+    shards: this rank's shards, each at the index ``place`` of its source.
+    ready: the indices of the shards that a collective can read without a copy.
     units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
     """
 
@@ -403,7 +403,8 @@ class _Segment:
 class FlatLayout:
     """FSDP1 unit with the dtypes in which its tensors are gathered.
 
-    nbytes, names: the size and first name of each tensor.
+    nbytes: the size of each tensor in bytes.
+    names: the first name of each tensor.
     """
 
     def __init__(self, order: int, source: FlatUnit, dtypes: OutputDtypes) -> None:

@@ -281,7 +281,7 @@ class Fsdp1Unit:
         return list(get(self.flat_parameter, "_shapes"))
 
     def read_layout(self) -> list[FlatSlice]:
-        """Reads the places of the parameters in the flat parameter, in the order of the names.
+        """Reads the range of each parameter in the flat parameter, in the order of the names.
 
         The flat parameter keeps each parameter's strides and, with ``use_orig_params``, has alignment gaps. Private:
         ``FlatParamHandle._get_unflat_views``, called for a flat parameter on the meta device.
@@ -424,9 +424,9 @@ class PlaceInModule(NamedTuple):
 
 
 def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
-    """Lists the places of each parameter of a unit, in the order of the flat parameter.
+    """Lists, for each parameter of a unit, the attributes of modules that hold it, in the order of the flat parameter.
 
-    The first place of each list is the parameter's own; the others are tied to it within the unit. Private:
+    The first entry of each list holds the parameter; the other entries are tied to it within the unit. Private:
     ``FlatParameter._param_infos`` and ``_shared_param_infos``.
     """
     flat_param = get(handle, "flat_param")
