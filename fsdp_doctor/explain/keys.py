@@ -1,4 +1,4 @@
-"""Names of tensors that a log lists twice, and the wrapper's prefix that relates the two lists."""
+"""Compares two lists of tensor names in a log, and finds the prefix of a wrapper in which they differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_keys(text: str) -> list[list[str]]:
 
 
 def read_load_keys(text: str) -> tuple[str, str] | None:
-    """Reads what relates the missing and the unexpected keys in a message of load_state_dict."""
+    """Compares the missing with the unexpected keys in a message of load_state_dict."""
     lists = {match["kind"]: _QUOTED.findall(match["names"]) for match in _OF_LOAD.finditer(text)}
     if "Missing" not in lists or "Unexpected" not in lists:
         return None
@@ -37,9 +37,9 @@ def read_load_keys(text: str) -> tuple[str, str] | None:
 def compare_keys(
     names: Sequence[str], others: Sequence[str], first: str = "the first list", second: str = "the second list"
 ) -> tuple[str, str] | None:
-    """Compares two lists of names; returns what clashes and what decides, or None where nothing relates them.
+    """Compares two lists of names; returns the contradiction and the deciding step, or None if the lists are unrelated.
 
-    first, second: whose names they are.
+    first, second: the owners of the names, for the sentence.
     """
     for left, right, owner in ((others, names, second), (names, others, first)):
         if piece := _find_added(left, right):
@@ -54,7 +54,7 @@ def compare_keys(
 
 
 def _find_added(longer: Sequence[str], shorter: Sequence[str]) -> str:
-    """Finds the piece that most of the longer names have, and without which they are the shorter names."""
+    """Finds the piece that must be removed from most of the longer names to get the shorter names."""
     known = set(shorter)
     pieces: Counter[str] = Counter()
     for name in longer:

@@ -1,4 +1,4 @@
-"""Mechanisms in which things do not fit, as data, and the reading that one of them makes of a text."""
+"""The mechanisms of failures, which are data, and the facts that a mechanism reads from a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which things do not fit; its fields are explained in ``mechanisms.toml``."""
+    """One way in which two facts of a job contradict each other. ``mechanisms.toml`` explains the fields."""
 
     shown: tuple[re.Pattern[str], ...]
     clash: str
@@ -29,11 +29,15 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Facts that the log shows.
+    """Facts that the log shows about a failure or a symptom.
 
-    who, when: empty where no frame says it. called: the line of the job that led there; empty where it is not in the
-    log. lines: from which it was read, as places. vague: whether a symptom of the
-    same log says more.
+    clash: the contradiction, as a sentence without its full stop; empty if none was recognized.
+    decide: the command or the question that would lead to the cause; empty if there is none.
+    who: the library that raised the exception; empty if no frame shows it.
+    when: the phase of the job; empty if no frame shows it.
+    called: the line of the job that led to the exception; empty if the log does not have it.
+    lines: the places in the log from which these facts were read.
+    vague: whether a symptom in the same log says more.
     """
 
     clash: str
@@ -54,7 +58,7 @@ def read_mechanisms() -> tuple[Mechanism, ...]:
 
 
 def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
-    """Returns what clashes and what decides it, with the facts of the text; None where the text does not show it."""
+    """Returns the contradiction and the deciding step, with facts of the text; None if the text does not show it."""
     match = next((match for pattern in mechanism.shown if (match := pattern.search(text))), None)
     if match is None:
         return None

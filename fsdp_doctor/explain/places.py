@@ -1,5 +1,4 @@
-"""The places of a traceback: who raised the exception, in which phase of the job, and which line of the job led "
-"there."""
+"""Reads from a traceback who raised the exception, in which phase of the job, and which line of the job led to it."""
 
 from __future__ import annotations
 
@@ -80,10 +79,13 @@ _CALLED = re.compile(r"([A-Za-z_]\w*)\(")
 
 @dataclass(frozen=True)
 class Call:
-    """The call that led to a failure, of the code nearest to it that is not the raising package's.
+    """The call that led to a failure: the innermost call from outside the package that raised the exception.
 
-    place: its file and line. code: its line, where the log has it; else empty. function: what it called, as far as the
-    frames say. package: whose code it is; empty for a script's. depth: the number of frames below it.
+    place: the file and the number of the calling line.
+    code: the calling line; empty if the log does not have it.
+    function: the called function, as far as the frames show it.
+    package: the package of the calling code; empty for a script.
+    depth: the number of frames below the call.
     """
 
     place: str
@@ -94,7 +96,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """Describes the call by its place, and its line where that is known."""
+        """Describes the call by its place and, if it is known, its line of code."""
         return f"{self.place} (`{shorten(self.code)}`)" if self.code else self.place
 
 

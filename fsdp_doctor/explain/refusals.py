@@ -1,5 +1,4 @@
-"""Readings of failures by the form of the traceback: a call that is refused, a lookup that fails, versions that "
-"differ."""
+"""Reads failures from the form of their tracebacks: a refused call, a failed lookup, versions that do not match."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ _FSDP1_NAMES = frozenset({"_fsdp_wrapped_module", "_flat_param", "_handle", "fla
 
 
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
-    """Reads that one package asks another for a name that it does not have; returns what clashes and what decides."""
+    """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
     match = next((match for pattern in _IMPORTED if (match := pattern.match(raised.text))), None)
     inside = None if match else _INSIDE.match(raised.text)
     if match is not None:
@@ -123,8 +122,7 @@ def _write_place(frame: str) -> str:
 
 
 def read_refusal(raised: Raised, call: Call | None) -> tuple[str, str] | None:
-    """Reads a failure from the form of its traceback alone: who refused what, and which line of the job asked for "
-    "it."""
+    """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
     if not raised.frames:
         return _read_bare_refusal(raised)
     if call is None:
@@ -180,7 +178,7 @@ def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
 
 
 def _read_bare_refusal(raised: Raised) -> tuple[str, str] | None:
-    """Reads a message without a traceback that names the function which refuses the call."""
+    """Reads a message without a traceback that names the function which refused a call."""
     if raised.type not in _OF_CHECKS or (named := _NAMED_FUNCTION.search(raised.message)) is None:
         return None
     clash = f"`{named[0]}` refuses the call: {shorten(raised.message)}"
@@ -229,8 +227,7 @@ def _read_lookup(raised: Raised, call: Call, inside: str, code: str) -> tuple[st
 
 
 def _find_argument(call: Call, message: str) -> str:
-    """Finds the argument that a message is about: a keyword of the call that it names, or else a name in the "
-    "message."""
+    """Finds the argument that a message is about: a keyword of the call that the message names, or any name in it."""
     folded = message.lower().replace("_", "")
     names: list[str] = [first or second for first, second in _WORD.findall(message)]
     keywords = _KEYWORD.findall(call.code)

@@ -1,4 +1,4 @@
-"""Symptoms in a log that has no exception: what its lines, and the lines of its ranks together, show."""
+"""Finds symptoms in a log without exceptions, in single lines and by comparing the lines of several ranks."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ _RESUME = "`fsdp-doctor resume -- COMMAND` runs the job without and with a resum
 
 @dataclass
 class _ByRank:
-    """Values of one message by rank, and the lines that they are from."""
+    """The values of one message by rank, and the lines that contain them."""
 
     values: dict[str, str] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
 
 
 class SymptomReader:
-    """Finds symptoms in a log that has no exception. Feed it the pieces of one file in order, then call ``end``."""
+    """Finds symptoms in a log without exceptions. Call ``read`` with each piece of a file in order, then ``end``."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -144,7 +144,7 @@ class SymptomReader:
                 self._read_line(number, raw, may_be_alone=may_be_alone, is_symptom=is_symptom)
 
     def end(self) -> Reading | None:
-        """Compares what the ranks said, once the log has ended, and returns the symptom that was found."""
+        """Compares the messages of the ranks after the end of the log, and returns the symptom that was found."""
         if self.found is None:
             self._compare_saves()
             self._compare_totals()
@@ -153,7 +153,11 @@ class SymptomReader:
         return self.found
 
     def _read_line(self, number: int, raw: str, *, may_be_alone: bool, is_symptom: bool) -> None:
-        """may_be_alone, is_symptom: whether the line has a word of a failure, or of a symptom."""
+        """Looks for a symptom in one line.
+
+        may_be_alone: whether the line has a word of a failure.
+        is_symptom: whether the line has a word of a symptom.
+        """
         self._read_figures(number, raw)
         names_save = "sav" in raw or "Sav" in raw
         names_total = _has_any(_TOTAL_WORDS, raw) and _TOTALS.search(raw) is not None
@@ -206,7 +210,7 @@ class SymptomReader:
             self._resumed = resumed["step"], number
 
     def _compare_directories(self, number: int, text: str, source: str) -> None:
-        """Compares where the ranks say that they save: two names of one directory are two checkpoints."""
+        """Compares the directories to which the ranks say that they save: two names mean two checkpoints."""
         saved, rank = _SAVED_TO.search(text), _RANK.search(text)
         source = source or (rank[0].strip("[]") if rank else "")
         if saved is None or not source or "rank" in saved["path"]:
@@ -236,7 +240,7 @@ class SymptomReader:
         self._last_saved[name] = number
 
     def _compare_saves(self) -> None:
-        """Compares which ranks began the last save and which ended it."""
+        """Compares the ranks that began the last save with the ranks that ended it."""
         most = max(self._begun.values(), default=0)
         begun = [rank for rank in self._begun if self._begun[rank] == most]
         ended = [rank for rank in begun if self._ended[rank] == most]
@@ -311,7 +315,7 @@ class SymptomReader:
                 self._find(clash, decide, by_rank.lines[0], by_rank.lines[-1])
 
     def _compare_devices(self) -> None:
-        """Compares a table of nvidia-smi: processes of other devices that also have memory of the first."""
+        """Finds processes of other devices that also have memory on the first device, in a table of nvidia-smi."""
         first = self._devices.get("0", {})
         strange = [pid for pid in first if any(pid in pids for device, pids in self._devices.items() if device != "0")]
         if strange:
@@ -358,7 +362,7 @@ def _has_any(words: Sequence[str], text: str) -> bool:
 
 
 def _differ_in_one_part(path: str, other: str) -> bool:
-    """Returns whether two paths are equal but for one part, as those of one save at two times are."""
+    """Returns whether two paths differ in exactly one part, like the paths of one save at two times."""
     parts, others = pathlib.PurePath(path).parts, pathlib.PurePath(other).parts
     different = [(a, b) for a, b in zip(parts, others, strict=False) if a != b]
     return len(parts) == len(others) and len(different) == 1 and not any("rank" in name for name in different[0])

@@ -1,4 +1,4 @@
-"""The versions of packages that a log names."""
+"""Finds the versions of packages that a log names."""
 
 from __future__ import annotations
 

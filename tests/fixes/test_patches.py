@@ -44,5 +44,6 @@ def test_a_patch_of_edits_needs_no_import_of_this_library(monkeypatch: pytest.Mo
     monkeypatch.setattr(patches, "read_edits", lambda: [edit])
     patch = render_patch([_FUNCTION])
     assert (patch.importing, edit.num_lines) == ((), 1)
-    assert "+++ b/json/__init__.py" not in patch.text
+    assert "+++ b/json/__init__.py" in patch.text
+    assert "fsdp_doctor" not in patch.text
     assert patch.text.count("\n+") == 2
