@@ -16,7 +16,7 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
-from fsdp_doctor.explain.places import Call, find_call
+from fsdp_doctor.explain.places import JobCall, find_call
 from fsdp_doctor.explain.reading import read_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.versions import VersionReader
@@ -170,7 +170,7 @@ class Group:
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
-    call: Call | None = None
+    call: JobCall | None = None
 
     def add(self, raised: Raised) -> None:
         self.count += 1
@@ -403,7 +403,7 @@ class _Logs:
             return reading
         return replace(reading, decide=_ASK_FOR_TENSORS)
 
-    def _find_call(self, cause: Group) -> Call | None:
+    def _find_call(self, cause: Group) -> JobCall | None:
         """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""
         if cause.call is not None or not cause.first.frames:
             return cause.call

@@ -78,7 +78,7 @@ _CALLED = re.compile(r"([A-Za-z_]\w*)\(")
 
 
 @dataclass(frozen=True)
-class Call:
+class JobCall:
     """The call that led to a failure: the innermost call from outside the package that raised the exception.
 
     place: the file and the number of the calling line.
@@ -138,7 +138,7 @@ def find_function(frame: str) -> str:
     return (match["function"] or "").split("(")[0].rsplit(".", 1)[-1] if match else ""
 
 
-def find_call(raised: Raised) -> Call | None:
+def find_call(raised: Raised) -> JobCall | None:
     """Finds the call that led from other code into the package that raised the exception; None if it is not there."""
     frames = raised.frames
     if not frames:
@@ -154,7 +154,7 @@ def find_call(raised: Raised) -> Call | None:
         code = raised.code_of.get(frames[at], "")
         function = _name_called(frames[at + 1 :], code)
         place = f"{match['file']}, line {match['line']}" if match else ""
-        return Call(place, code, function, package, len(frames) - 1 - at)
+        return JobCall(place, code, function, package, len(frames) - 1 - at)
     return None
 
 

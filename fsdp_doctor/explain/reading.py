@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Reading, apply_mechanism, read_mechanisms
-from fsdp_doctor.explain.places import Call, find_when, find_who
+from fsdp_doctor.explain.places import JobCall, find_when, find_who
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-def read_failure(raised: Raised, versions: Mapping[str, str], call: Call | None) -> Reading | None:
+def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | None) -> Reading | None:
     """Returns the facts about one exception; None if neither its message nor its frames show any.
 
     versions: the versions of packages that the log names.
@@ -29,7 +29,7 @@ def read_failure(raised: Raised, versions: Mapping[str, str], call: Call | None)
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(raised: Raised, versions: Mapping[str, str], call: Call | None) -> tuple[str, str, bool]:
+def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
     A mechanism that the message shows comes first, and then the form of the traceback.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from fsdp_doctor.explain.exceptions import Raised
-from fsdp_doctor.explain.places import Call, find_function, find_package, find_who, shorten
+from fsdp_doctor.explain.places import JobCall, find_function, find_package, find_who, shorten
 
 _DELIBERATE = re.compile(r"(?:raise\b|assert\b|_?p_assert\(|torch\._check|self\._fail|fail\()")
 _OF_CHECKS = frozenset(
@@ -121,7 +121,7 @@ def _write_place(frame: str) -> str:
     return f"{parts[1]}{parts[2].split(', in ')[0]}" if len(parts) > 2 else ""
 
 
-def read_refusal(raised: Raised, call: Call | None) -> tuple[str, str] | None:
+def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None:
     """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
     if not raised.frames:
         return _read_bare_refusal(raised)
@@ -154,7 +154,7 @@ def read_refusal(raised: Raised, call: Call | None) -> tuple[str, str] | None:
     return clash, f"{asked} in {where}? Compare it with what the message asks for."
 
 
-def _read_operation(raised: Raised, call: Call, inside: str, code: str) -> tuple[str, str] | None:
+def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
     """Reads an operation that C++ refused, by the line that called it."""
     if raised.type not in _OF_OPERATIONS or not code or _ANYWHERE.search(raised.message):
         return None
@@ -173,7 +173,7 @@ def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
     code = raised.code_of.get(frame, "")
     if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):
         return None
-    call = Call(_write_place(frame), code, "", "", 0)
+    call = JobCall(_write_place(frame), code, "", "", 0)
     return _read_operation(raised, call, find_function(frame), code)
 
 
@@ -187,7 +187,7 @@ def _read_bare_refusal(raised: Raised) -> tuple[str, str] | None:
     )
 
 
-def _read_attribute(owner: str, name: str, raised: Raised, call: Call) -> tuple[str, str]:
+def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tuple[str, str]:
     if name in _FSDP1_NAMES:
         return (
             f"the code expects FSDP1's wrapper ({name}), but {owner} does not have it: it is under FSDP2, or not "
@@ -209,7 +209,7 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: Call) -> tuple[
     )
 
 
-def _read_lookup(raised: Raised, call: Call, inside: str, code: str) -> tuple[str, str]:
+def _read_lookup(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str]:
     where = call.where
     looked = f"`{shorten(code)}` in `{inside}`" if code else f"a lookup in `{inside}`"
     clash = f"{looked} finds nothing: {raised.type} {shorten(raised.message)}".rstrip()
@@ -226,7 +226,7 @@ def _read_lookup(raised: Raised, call: Call, inside: str, code: str) -> tuple[st
     )
 
 
-def _find_argument(call: Call, message: str) -> str:
+def _find_argument(call: JobCall, message: str) -> str:
     """Finds the argument that a message is about: a keyword of the call that the message names, or any name in it."""
     folded = message.lower().replace("_", "")
     names: list[str] = [first or second for first, second in _WORD.findall(message)]

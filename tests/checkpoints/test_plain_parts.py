@@ -196,9 +196,9 @@ def test_equal_files_of_ranks_are_whole_and_judged_by_shape(tmp_path: pathlib.Pa
 def test_parts_without_a_layout_are_neither_converted_nor_fingerprinted(tmp_path: pathlib.Path) -> None:
     (tmp_path / "parts").mkdir()
     write_parts(tmp_path / "parts", cut_rows)
-    with pytest.raises(conversion.ConversionError, match="does not say how they were divided"):
+    with pytest.raises(conversion.ConversionError, match="does not say how the whole tensors were divided"):
         conversion.convert(tmp_path / "parts", tmp_path / "new", ConversionTarget.HF)
-    with pytest.raises(FingerprintError, match="does not say how they were divided"):
+    with pytest.raises(FingerprintError, match="does not say how the whole tensors were divided"):
         fingerprint_checkpoint(tmp_path / "parts")
 
 

@@ -176,11 +176,11 @@ def test_without_any_place_for_the_library_both_are_named_in_one_sentence(
     env = _under_a_file(tmp_path)
     monkeypatch.setattr(build.tempfile, "tempdir", str(place.parent))
     place.touch()
-    assert re.search(r"file/cache.*: Not a directory, nor in .*File exists", build_with(monkeypatch, env))
+    assert re.search(r"file/cache.*: Not a directory, nor to .*File exists", build_with(monkeypatch, env))
     place.unlink()
     place.mkdir()
     place.chmod(0o777)
-    assert re.search(r"file/cache.*: Not a directory, nor in .*other users can write", build_with(monkeypatch, env))
+    assert re.search(r"file/cache.*: Not a directory, nor to .*other users can write", build_with(monkeypatch, env))
 
 
 def test_a_torch_that_is_too_old_is_refused_but_no_oldest_nightly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_a_short_script_runs_under_torchrun_as_its_docstring_says(tmp_path: path
         ("fsdp2/none/unstaged/qwen3-moe/state_dict", "experts"),
         ("fsdp2/none/unstaged/uneven/from_local", "watchdog"),
         ("fsdp2/none/unstaged/fresh/other-world/dcp.load", "another run"),
-        ("fsdp2/none/unstaged/tp/state_dict", "sharded as tp"),
+        ("fsdp2/none/unstaged/tp/state_dict", "the sharding tp"),
         ("trainer:fsdp2/cpu_offload/full/prepare", "framework"),
     ],
 )

@@ -359,7 +359,7 @@ def test_ranks_with_other_models_or_arguments_are_told_and_none_waits() -> None:
 @everywhere
 def test_what_several_ranks_hold_whole_must_be_the_same_on_them() -> None:
     everyone = of_all_ranks(fingerprint_tensors({"norm": torch.full((3,), float(this_rank()))}))
-    with raises_soon(FingerprintError, "norm", "several ranks have elements"):
+    with raises_soon(FingerprintError, "norm", "several ranks hold the elements"):
         combine_fingerprints(everyone)
 
 
