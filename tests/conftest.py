@@ -32,21 +32,20 @@ _START_PROCESSES = (
     *("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs"),
     "support.resumed",
 )
-# Below tests/: whole matrices, whole suites, every script, frozen commands. So is a file that waits for the default
-# matrix.
+# Below tests/. So is a file that waits for the default matrix.
 _SECOND_TIER = (
-    *("benchmarks/", "examples/", "fuzz/", "plan/test_plan_accuracy.py", "random_models/", "resume/"),
-    *(
-        "checkpoints/test_classes_of_transformers.py",
-        "checkpoints/test_convert",
-        "checkpoints/test_written_by_frameworks.py",
-        "emulated/test_pytorch_suite.py",
-        "fixes/test_fixed_findings.py",
-        "fixes/test_patched_releases.py",
-        "fixes/test_fix_that_explain_names.py",
-        "probe/test_default_matrix.py",
-    ),
-    *("repro/test_scripts_run.py", "weights/save/test_save_commit.py", "report/versions/test_sweep.py"),
+    # Whole matrices, whole suites, every script, frozen commands.
+    *("benchmarks/", "examples/", "fuzz/", "plan/test_plan_accuracy.py", "plan/test_plan_command.py", "random_models/"),
+    *("probe/test_default_matrix.py", "repro/test_minimal_scripts.py", "repro/test_scripts_run.py", "resume/"),
+    *("checkpoints/test_classes_of_transformers.py", "checkpoints/test_convert", "emulated/test_pytorch_suite.py"),
+    *("checkpoints/test_written_by_frameworks.py", "report/versions/test_sweep.py", "weights/save/test_save_commit.py"),
+    # The frameworks, their fixes, and commands in many processes, for which ten minutes leave no time.
+    *("fixes/test_fix_command.py", "fixes/test_fix_that_explain_names.py", "fixes/test_fixed_findings.py"),
+    *("fixes/test_framework_fixes.py", "fixes/test_patched_releases.py", "fixes/test_verl_example.py"),
+    *("frameworks/test_adapters_from_outside.py", "frameworks/test_framework_", "frameworks/test_other_frameworks.py"),
+    *("bundle/test_bundle_command.py", "case/test_quantized_models.py", "cli/test_interpreters.py"),
+    *("cli/test_standard_streams.py", "examination/test_memory_command.py", "matrix/test_new_axis_values.py"),
+    *("plugin/", "probe/test_saved_runs.py", "probe/test_two_hosts.py", "report/page/test_page.py"),
 )
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
