@@ -111,8 +111,8 @@ def _decide_versions(package: str, owner: str) -> str:
     asker = package or "the code that asks"
     return (
         f"Which versions of {asker} and {owner} are installed? `fsdp-doctor env` prints both: {asker} was written for "
-        f"a {owner} that is "
-        "older or newer than the installed one, so change one of the two to a release that names the other."
+        f"a {owner} that is older or newer than the installed one, so change one of the two to a release that names "
+        "the other."
     )
 
 
@@ -204,8 +204,7 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tup
         f"{find_package(asking) or 'the job'} asks an object of the class {owner} for {name}{asked}, which it does "
         "not have",
         f"Is {name} of another version of the class (`fsdp-doctor env` prints the versions), or set only by a step "
-        "that the job "
-        f"left out? The call is {call.where}.",
+        f"that the job left out? The call is {call.where}.",
     )
 
 
@@ -216,8 +215,7 @@ def _read_lookup(raised: Raised, call: JobCall, inside: str, code: str) -> tuple
     if _OPTIMIZER.search(f"{inside} {call.function} {code}"):
         return f"the optimizer and the model do not have the same parameters: {clash}", (
             "Was the optimizer made from the parameters of this model, after the wrap? `fsdp_doctor.examine(model, "
-            "optimizer)` right "
-            f"before {where} names parameters of the optimizer that are not the model's."
+            f"optimizer)` right before {where} names parameters of the optimizer that are not the model's."
         )
     return (
         clash,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fsdp_doctor.explain.keys import compare_keys, find_keys
 from fsdp_doctor.explain.log_input import LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading, apply_mechanism, read_mechanisms
+from fsdp_doctor.text import join_some
 
 _LOADED = re.compile(r"(?i)\b(?:resum\w*|load(?:ed|ing)|restored|restoring)\b")
 _SYNCED = re.compile(
@@ -98,7 +99,14 @@ _HINTS = (
 # Sources of a line that are ranks.
 _RANKS = ("rank", "local rank", "task")
 _MAX_TRACKED = 4_096
+# So many names stand in a sentence.
+_SHOWN = 8
+# Decisions that several symptoms share.
 _RESUME = "`fsdp-doctor resume -- COMMAND` runs the job without and with a resume, and names the differences."
+_COMPARE_ENGINE = (
+    "Do trainer and engine have the same weights after the sync? Compare `fsdp_doctor.fingerprint` of the model and "
+    "of the weights that the engine got."
+)
 
 
 @dataclass
@@ -227,8 +235,7 @@ class SymptomReader:
         self._paths[source] = path, number
 
     def _count_save(self, number: int, text: str, source: str) -> None:
-        rank = _RANK.search(text)
-        name = source if source.startswith(_RANKS) else f"rank {rank['number']}" if rank else ""
+        name = _name_rank(text, source)
         if not name or len(self._last_saved) > _MAX_TRACKED:
             return
         if _ENDS.search(text):
@@ -245,14 +252,13 @@ class SymptomReader:
         begun = [rank for rank in self._begun if self._begun[rank] == most]
         ended = [rank for rank in begun if self._ended[rank] == most]
         missing = [rank for rank in begun if self._ended[rank] == most - 1]
-        # One rank alone may write the checkpoint, and say so; not where the others said so at an earlier save.
+        # One rank may write the checkpoint for all, and only it says so; but not if the others said so before.
         if not missing or not (len(ended) > 1 or (ended and most > 1)):
             return
-        clash = f"{_join_names(ended)} ended the save, {_join_names(missing)} did not"
+        clash = f"{join_some(ended, _SHOWN)} ended the save, {join_some(missing, _SHOWN)} did not"
         decide = (
             f"Where is {missing[0]}? Run `py-spy dump --pid PID` there: a collective in a save needs all ranks. "
-            "`fsdp-doctor "
-            "checkpoint verify DIRECTORY` says whether the checkpoint is complete."
+            "`fsdp-doctor checkpoint verify DIRECTORY` says whether the checkpoint is complete."
         )
         self._find(clash, decide, *sorted(self._last_saved[rank] for rank in (*ended[-1:], *missing[:1])))
 
@@ -261,8 +267,7 @@ class SymptomReader:
         if row is not None and len(self._devices) < _MAX_TRACKED:
             self._devices.setdefault(row["device"], {})[row["pid"]] = number
             return
-        rank = _RANK.search(text)
-        name = source if source.startswith(_RANKS) else f"rank {rank['number']}" if rank else ""
+        name = _name_rank(text, source)
         value = _MEMORY.search(text) if names_memory else _VALUE.search(text)
         if not name or value is None:
             return
@@ -284,13 +289,12 @@ class SymptomReader:
                 other = by_rank.values[others[0]]
                 said = message.strip(" :=")
                 clash = (
-                    f"the ranks differ in the same message ({said}): {_join_names(others)} has {other}, the others "
-                    f"have {usual}"
+                    f"the ranks differ in the same message ({said}): {join_some(others, _SHOWN)} has {other}, "
+                    f"the others have {usual}"
                 )
                 decide = (
                     "Is the tensor whole on every rank? Then `fsdp_doctor.fingerprint(model)` on all ranks names each "
-                    "tensor that "
-                    "differs: was it loaded on some ranks alone, or not broadcast?"
+                    "tensor that differs: was it loaded only on some ranks, or not broadcast?"
                 )
                 self._find(clash, decide, by_rank.lines[0], by_rank.lines[-1])
 
@@ -307,10 +311,9 @@ class SymptomReader:
                     f"{others[-1] / 1024:.3g} GiB"
                 )
                 decide = (
-                    f"What does {rank} alone hold: the whole model before it is sharded, a checkpoint that "
-                    "`torch.load` put on its "
-                    "device (`map_location`), the tensors of other ranks? `fsdp_doctor.examine(model, optimizer)` "
-                    "lists what each rank has."
+                    f"What does only {rank} hold: the whole model before it is sharded, a checkpoint that "
+                    "`torch.load` put on its device (`map_location`), the tensors of other ranks? "
+                    "`fsdp_doctor.examine(model, optimizer)` lists what each rank has."
                 )
                 self._find(clash, decide, by_rank.lines[0], by_rank.lines[-1])
 
@@ -320,13 +323,12 @@ class SymptomReader:
         strange = [pid for pid in first if any(pid in pids for device, pids in self._devices.items() if device != "0")]
         if strange:
             clash = (
-                f"GPU 0 holds memory of {len(strange)} processes of other devices (pid {', '.join(strange[:8])}) "
-                "beside that of rank 0"
+                f"GPU 0 holds memory of {len(strange)} processes of other devices (pid {', '.join(strange[:_SHOWN])}) "
+                "next to that of rank 0"
             )
             decide = (
                 "Does each rank call `torch.cuda.set_device(local_rank)` before anything else, and load with "
-                "`map_location` (cpu, or its "
-                "own device)? A file that was saved on cuda:0 is loaded there by every rank."
+                "`map_location` (cpu, or its own device)? Otherwise every rank loads a file of cuda:0 onto cuda:0."
             )
             self._find(clash, decide, *sorted(first[pid] for pid in strange[:2]))
 
@@ -346,11 +348,12 @@ class SymptomReader:
         )
 
 
-_COMPARE_ENGINE = (
-    "Do trainer and engine have the same weights after the sync? Compare `fsdp_doctor.fingerprint` of the model and "
-    "of the weights "
-    "that the engine got."
-)
+def _name_rank(text: str, source: str) -> str:
+    """Names the rank that wrote a line: its source if that is a rank, else the rank in the text; empty without any."""
+    if source.startswith(_RANKS):
+        return source
+    rank = _RANK.search(text)
+    return f"rank {rank['number']}" if rank else ""
 
 
 def _has_any(words: Sequence[str], text: str) -> bool:
@@ -371,8 +374,3 @@ def _differ_in_one_part(path: str, other: str) -> bool:
 def _count_mib(text: str) -> float:
     match = _MEMORY.search(text)
     return float(match["value"]) * (1024 if match["unit"].startswith("G") else 1) if match else 0.0
-
-
-def _join_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

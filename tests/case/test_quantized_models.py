@@ -67,7 +67,7 @@ def test_a_load_of_codes_is_wrong_and_of_weights_refused(
     ("model", "of_dcp"),
     [("qwen3-float8", ("ok", "")), ("qwen3-mxfp8", ("crash", "dcp-load-refuses-a-tensor-subclass"))],
 )
-def test_weights_in_8_bits_are_right_by_ours_and_lost_by_async_save(
+def test_ours_extract_8_bit_weights_right_and_async_save_loses_them(
     model: str, of_dcp: tuple[str, str], tmp_path: pathlib.Path
 ) -> None:
     pytest.importorskip("torchao")

@@ -55,6 +55,7 @@ def _divide(*, states: bool = True) -> tuple[nn.Linear, torch.optim.AdamW]:
             held.__create_chunk_list__ = lambda chunk=chunk: [chunk]
         setattr(model, name, shard)
         if len(local):
+            # Such a framework assigns gradients from its own buffers: torch's backward divides the rows in another way.
             shard.grad = torch.ones_like(shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     optimizer.step()
@@ -110,7 +111,7 @@ def test_parts_that_nothing_states_are_refused() -> None:
 
 
 @on_two
-def test_a_session_of_its_own_sharding_has_dtensors_and_no_unit_of_fsdp() -> None:
+def test_a_session_with_own_sharding_has_dtensors_and_no_fsdp_unit() -> None:
     class Session:
         state_dict_type = None
 

@@ -70,7 +70,7 @@ def test_a_check_within_a_step_is_no_refused_argument(tmp_path: pathlib.Path) ->
     assert "fit.py, line 9" in reading.decide
 
 
-def test_an_operation_that_c_refused_is_named_with_the_line_of_the_job(tmp_path: pathlib.Path) -> None:
+def test_an_operation_refused_in_c_is_named_with_the_jobs_line(tmp_path: pathlib.Path) -> None:
     lines = [
         *(BEGIN, '  File "/home/u/job/fit.py", line 9, in main', "    model(batch)"),
         *(f'  File "{_SITE}/torch/nn/functional.py", line 7, in embed', "    return torch.embedding(weight, ids)"),
@@ -171,7 +171,7 @@ def test_a_call_between_packages_with_other_arguments_is_one_of_versions(tmp_pat
     assert "fsdp-doctor env" in reading.decide
 
 
-def test_a_name_of_fsdp1_on_a_module_of_fsdp2_is_no_matter_of_versions(tmp_path: pathlib.Path) -> None:
+def test_a_name_of_fsdp1_on_an_fsdp2_module_clashes_no_versions(tmp_path: pathlib.Path) -> None:
     lines = [
         *(BEGIN, '  File "/home/u/job/fit.py", line 9, in save', "    model._fsdp_wrapped_module.state_dict()"),
         *(f'  File "{_SITE}/torch/nn/modules/module.py", line 7, in __getattr__', "    raise AttributeError("),

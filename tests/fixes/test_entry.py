@@ -46,7 +46,7 @@ def test_each_fix_has_one_name_for_one_function() -> None:
     assert len({fix.target for fix in FIXES}) == len({fix.id for fix in FIXES})
 
 
-def test_a_fix_for_a_failure_without_frames_of_its_own_needs_a_clue() -> None:
+def test_a_fix_for_a_failure_without_frames_needs_a_clue() -> None:
     shown = {"clues": ("sharding by transformers",), "function": "train.py in main"}
     assert "--framework transformers" in find_fix_command("FD006", **shown)
     assert not find_fix_command("FD006", **shown, versions={"transformers": "5.30.0"})

@@ -27,7 +27,7 @@ def _case(case_id: str) -> Case:
     return select(Selection(case_ids=(case_id,)))[0]
 
 
-def test_scripts_of_the_whole_matrix_import_only_torch_and_what_the_case_names() -> None:
+def test_scripts_of_the_matrix_import_only_torch_and_what_cases_name() -> None:
     """Every thirteenth case: there are thousands, and thirteen is prime to the numbers of methods."""
     allowed = {"torch", "transformers", "peft", "torchao"} | sys.stdlib_module_names
     refusals = set()
