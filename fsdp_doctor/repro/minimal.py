@@ -202,6 +202,9 @@ class _Script:
         # torch's CheckpointException is derived from BaseException, not from Exception.
         caught = "BaseException" if self.contract.given == "dcp" and self.loads else "Exception"
         body.append(tell_outcome(shown, as_test=as_test, caught=caught))
+        # Only some methods and checks need the device on the CPU; on an accelerator every script needs it.
+        if self.on_cpu and any("device" in list_used_names(node) for node in ast.parse("\n".join(body)).body):
+            body.insert(0, 'device = torch.device("cpu")')
         return _put_together(self._introduce(name, as_test, case_id), self.module, "\n".join(body))
 
     def _introduce(self, name: str, as_test: bool, case_id: str) -> str:
@@ -222,8 +225,6 @@ class _Script:
         scenario = self.case.scenario
         accelerator = "torch.accelerator.current_accelerator()"
         if self.on_cpu:
-            if "device" in self._arguments or self.kind == "misplaced":
-                yield 'device = torch.device("cpu")'
             yield 'dist.init_process_group("gloo")'
         else:
             if self.num_ranks > 1:

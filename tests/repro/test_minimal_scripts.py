@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
 import functools
 import pathlib
 import re
+import symtable
 import sys
 
 import pytest
@@ -22,6 +25,8 @@ from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.repro import render_minimal
 from fsdp_doctor.repro.minimal import MOST_LINES, count_lines
 
+# On the CPU, only the check of its entries needs the device.
+_SHARDED = "fsdp2/none/unstaged/state_dict"
 _OF_FULL_SCRIPTS = re.compile(r"os\._exit|store|Timer|faulthandler|fsdp_doctor|transformers")
 
 
@@ -64,6 +69,47 @@ def test_short_scripts_of_the_reports_bad_cases_are_of_torch_alone() -> None:
         assert {module.partition(".")[0] for module in modules} <= {"torch", *sys.stdlib_module_names}, bad.id
         assert bad.id in " ".join(text.split())
     assert len(shown) > 20
+
+
+def test_short_scripts_of_good_cases_define_every_name() -> None:
+    good = [result.case for result in _committed().results if result.verdict.kind == "ok"]
+    scripts = {}
+    for case in [*good[::7], _case(_SHARDED)]:
+        with contextlib.suppress(UsageError):
+            scripts[case.id] = render_minimal(case)
+    assert _SHARDED in scripts
+    assert len(scripts) > 20
+    assert {case_id: undefined for case_id, text in scripts.items() if (undefined := _list_undefined_names(text))} == {}
+
+
+def _list_undefined_names(script: str) -> set[str]:
+    """Lists the global names that a script reads and neither assigns nor imports."""
+    top = symtable.symtable(script, "script", "exec")
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    of_top = top.get_symbols()
+    defined = {name.get_name() for name in of_top if name.is_assigned() or name.is_imported() or name.is_namespace()}
+    read = {
+        name.get_name()
+        for table in tables
+        for name in table.get_symbols()
+        if name.is_referenced() and (name.is_global() or table is top)
+    }
+    return read - defined - set(dir(builtins))
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        _SHARDED,
+        "fsdp1/none/unstaged/full_state_dict",
+    ],
+)
+def test_a_short_script_of_a_good_case_does_not_show_it(tmp_path: pathlib.Path, case_id: str) -> None:
+    run = _run(tmp_path, render_minimal(_case(case_id)))
+    assert not any(run.codes), run.output
+    assert "not shown" in run.output.splitlines(), run.output
 
 
 @pytest.mark.parametrize(
