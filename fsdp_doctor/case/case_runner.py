@@ -45,6 +45,7 @@ class CaseRunner:
         self._report = report
         self._side_effects = SideEffects(runtime.device)
         self._trainer: Trainer | None = None
+        self._num_cases = 0
         self._saved = checkpoints.SavedCheckpoints(runtime)
         self._next_steps = NextSteps()
 
@@ -107,6 +108,10 @@ class CaseRunner:
         del kept
         # The memory of a dropped scenario is not to be counted against the next.
         gc.collect()
+        self._num_cases += 1
+        if self._num_cases == 2:
+            # What the first case has left lives as long as this process. Later collections need not look through it.
+            gc.freeze()
         if self._runtime.has_accelerator:
             torch.get_device_module(self._runtime.device).empty_cache()
         return None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract, Loads
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.fsdp.reader import ModelTensor
+
+T = TypeVar("T")
 
 EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)
@@ -81,7 +84,7 @@ def find_source(scenario: Scenario) -> Scenario:
     step.
     """
     return scenario.change(
-        offload=scenario.offload if decides_bits(scenario.offload) else Offload(),
+        offload=_keep_what_decides_bits(scenario.offload),
         staging="unstaged",
         phase="trained",
         transfer="blocking",
@@ -91,18 +94,19 @@ def find_source(scenario: Scenario) -> Scenario:
     )
 
 
-def decides_bits(offload: Offload) -> bool:
-    """Returns whether a training step with the offload may give other bits than a step without it.
+def _keep_what_decides_bits(offload: Offload) -> Offload:
+    """Returns the part of an offload with which a training step may give other bits than a step without it.
 
-    It does if an update is made on the host, or from other gradients.
+    It may if an update is made on the host, or from other gradients. Moves by hand, and verl's manual flags, change no
+    bit.
     """
     match offload.way:
         case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.AROUND_STEP:
-            return True
+            return offload
         case OffloadWay.BY_PHASE | OffloadWay.MOVED:
-            return False
+            return Offload()
         case None:
-            return offload.policy
+            return Offload.from_flags(policy=offload.policy)
         case _:
             assert_never(offload.way)
 
@@ -268,7 +272,10 @@ def _needs_same_batches(scenario: Scenario) -> bool:
 
 
 class SavedCheckpoints:
-    """Checkpoints of one generation of workers, each made once. All ranks must make the same calls."""
+    """Checkpoints of a run, each made once. All ranks must make the same calls.
+
+    A checkpoint is kept in a file for each rank, so that later generations of workers need not train it again.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -277,9 +284,14 @@ class SavedCheckpoints:
 
     def choose(self, scenario: Scenario) -> Checkpoint:
         """Returns the checkpoint that a load in the scenario is given."""
-        key = (find_source(scenario), scenario.checkpoint if scenario.checkpoint.saved_elsewhere else "")
+        elsewhere = scenario.checkpoint.saved_elsewhere
+        key = (find_source(scenario), scenario.checkpoint if elsewhere else "")
         if key not in self._checkpoints:
-            self._checkpoints[key] = (_read if scenario.checkpoint.saved_elsewhere else take)(scenario, self._runtime)
+            self._checkpoints[key] = (
+                _read(scenario, self._runtime)
+                if elsewhere
+                else self._keep(f"{key[0].id}/saved", lambda: take(scenario, self._runtime))
+            )
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
@@ -303,8 +315,29 @@ class SavedCheckpoints:
             return checkpoint.went_on
         key = (find_source(scenario), scenario.phase, scenario.checkpoint, with_optimizer)
         if key not in self._next_steps:
-            self._next_steps[key] = self._train_from(checkpoint, scenario, with_optimizer)
+            name = "/".join(str(part) for part in (key[0].id, *key[1:]))
+            self._next_steps[key] = self._keep(name, lambda: self._train_from(checkpoint, scenario, with_optimizer))
         return self._next_steps[key]
+
+    def _keep(self, name: str, make: Callable[[], T]) -> T:
+        """Reads what an earlier generation of workers made under this name, or makes it and writes it for later ones.
+
+        Every rank must call it, with its own part.
+        """
+        rank, world_size = self._runtime.rank, self._runtime.world_size
+        file = self._runtime.scratch / "kept" / f"{name.replace('/', '-')}-{rank}_of_{world_size}.pt"
+        is_there = torch.tensor([int(file.exists())], device="cpu")
+        # Another group of ranks may have written the file of one rank, but not yet that of another.
+        dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=self._runtime.control)
+        if is_there.item():
+            kept: T = torch.load(file, weights_only=False)
+            return kept
+        made = make()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        torch.save(made, unfinished)
+        unfinished.replace(file)
+        return made
 
     def _train_from(self, checkpoint: Checkpoint, scenario: Scenario, with_optimizer: bool) -> StepOutcome:
         # An optimizer has state to write to only after a step.

@@ -29,7 +29,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = "FSDP_DOCTOR_GROUP"
 # The most groups of ranks that run side by side. With more groups, they would wait for one another's kernels.
 _MOST_GROUPS = 4
-_PROCESSORS_OF_A_RANK = 2
+# A rank waits for the other ranks, and its supervisor for the rank, about half of the time.
+_RANKS_OF_A_PROCESSOR = 2
 _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 
@@ -124,7 +125,7 @@ def choose_num_ranks(device: str) -> int:
 
 def choose_num_groups(device: str, nproc: int) -> int:
     """Chooses the default number of groups of ranks, from the processors and the free memory of the devices."""
-    by_processors = min(_MOST_GROUPS, (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc))
+    by_processors = min(_MOST_GROUPS, _RANKS_OF_A_PROCESSOR * (os.cpu_count() or 1) // nproc)
     if by_processors < 2 or device in _WITHOUT_ACCELERATOR:
         return max(1, by_processors)
     free_bytes = _call_in_fork(functools.partial(_measure_free_bytes, nproc))

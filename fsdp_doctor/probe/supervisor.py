@@ -128,6 +128,7 @@ class Supervisor:
         self._posted = True
         self._posted_at = 0.0
         self._reported_idle_at = 0.0
+        self._looked_for_stop_at = 0.0
         self._stop_seen_at: float | None = None
         import_frameworks(job, limits.start)
 
@@ -173,7 +174,9 @@ class Supervisor:
         if process.in_trouble and not self._reported_trouble:
             self._reported_trouble = True
             round_.report_trouble(self.place.rank)
-        if not process.settled:
+        # Each record of the worker ends a wait; the store, which is asked over a socket, is not asked as often.
+        if not process.settled and time.monotonic() - self._looked_for_stop_at > LONG_POLL:
+            self._looked_for_stop_at = time.monotonic()
             stop = round_.stop()
             if stop is not None and not self._must_wait_for_the_others(process, round_):
                 process.stop(stop.why, stop.detail)
