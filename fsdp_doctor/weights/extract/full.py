@@ -223,7 +223,7 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor, or its parts, once together with all its names.
+    """Yields every full tensor, or the parts of each, exactly once and together with all its names.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -586,7 +586,7 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
-        """Returns the bucket's tensors, the last first, for use in the caller's stream."""
+        """Returns the bucket's tensors in reverse order, for use in the caller's stream."""
         self._streams.wait(launched.done)
         results = [*self._early, *take_results(launched.transfers)]
         end = launched.bucket.end

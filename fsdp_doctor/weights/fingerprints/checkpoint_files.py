@@ -233,7 +233,7 @@ def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprint
 def _find_variants(
     weights: _Weights, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
-    """Sums some tensors after each of the usual mistakes.
+    """Computes, for some tensors, the sums that each common mistake would lead to, such as a transposition.
 
     differing: the other side's fingerprints of these tensors, by this side's names.
     """

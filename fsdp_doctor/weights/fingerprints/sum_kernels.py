@@ -103,8 +103,9 @@ class SumTable:
 
 
 def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Tensor:
-    """Returns one row of arguments for each program, on the host; one tensor expression, since there are thousands of
-    rows.
+    """Returns one row of arguments for each program, on the host.
+
+    All rows are computed by tensor operations, since there are thousands of them.
     """
     fields = [
         (

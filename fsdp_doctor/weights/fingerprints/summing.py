@@ -86,7 +86,7 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Drops the table of memory unless all its memory lies in the storages at these addresses.
+        """Drops the table of addresses, unless all memory that it lists lies in the storages at the addresses ``kept``.
 
         Returns whether the table is kept.
         """
@@ -294,7 +294,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """Makes the fingerprint of the blocks with zero as its lanes."""
+    """Makes the fingerprint of the blocks before they are summed: its lanes are zero."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)

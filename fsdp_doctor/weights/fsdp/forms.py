@@ -146,10 +146,9 @@ def _is_of_bitsandbytes(kind: type) -> bool:
 
 @functools.cache
 def _find_kind_of_bitsandbytes(kind: type) -> str:
-    """Returns the name of the bitsandbytes class with codes from which a module's class derives; empty if there is
-    none.
+    """Returns the name of the bitsandbytes class that a module's class is, or derives from, if its weights are codes.
 
-    ``fully_shard`` derives a class from the module's.
+    Otherwise the name is empty. Base classes are searched because ``fully_shard`` derives a class from the module's.
     """
     names = (base.__name__ for base in kind.__mro__ if _is_of_bitsandbytes(base))
     return next((name for name in names if name in _CLASSES_OF_BITSANDBYTES), "")

@@ -363,9 +363,9 @@ class StateForms:
         if not _steps_as_torch_does(self._optimizer):
             kind = type(self._optimizer).__name__
             raise LoadError(
-                f"{kind} has no {key} yet, and it is unknown whether {kind} divides {key} like the parameters, or "
-                f"keeps it whole on each rank: pass whole=() in the first case, whole=({key!r},) in the second, or "
-                "let the optimizer make a step before the load"
+                f"{kind} has no {key} yet, and it is unknown whether {kind} divides it among the ranks. If it divides "
+                f"{key} like the parameters, pass whole=(); if it keeps {key} whole, pass whole=({key!r},); or let the "
+                "optimizer make a step before the load"
             )
         return False
 
@@ -498,7 +498,7 @@ class StateMatching:
                 assert_never(self._dtype)
 
     def _find_name_in_source(self, part: ParameterPart) -> str:
-        """Finds the part's name that has entries, otherwise its name in a param group; empty if there is neither."""
+        """Finds which of the part's names the source has: one with entries or, failing that, one in a param group."""
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
         return next(with_entries, next(listed, ""))

@@ -61,8 +61,8 @@ class ModelPlace:
     known_group: an existing group of exactly these ranks, or None.
     device: the device on which this rank communicates.
     meshes: the meshes of all ranks.
-    partial: names of tensors on a mesh of some of the ranks that is not a submesh of a mesh of all ranks, so that rank
-        0 does not know how they are divided.
+    partial: names of tensors that rank 0 cannot divide: their mesh has only some of the ranks, and is not a submesh of
+        a mesh of all ranks.
     """
 
     ranks: tuple[int, ...]

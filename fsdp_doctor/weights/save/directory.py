@@ -3,10 +3,10 @@
 The hidden folder is in the same file system, and no program that loads models looks into it. Each rank of the save
 holds a lock on a file in the folder; the system releases the lock when the process ends, however it ends.
 
-While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save:
-the new one in the hidden folder until the former one is complete in a second hidden folder; the former one there until
-the new one is complete in the directory. A file in the hidden folder lists the moves. After a save that was killed, the
-next save moves the former checkpoint back.
+While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save. At
+first this is the new checkpoint, in the hidden folder, until the former one is complete in a second hidden folder. From
+then on it is the former one, until the new one is complete in the directory. A file in the hidden folder lists the
+moves. After a save that was killed, the next save moves the former checkpoint back.
 """
 
 from __future__ import annotations

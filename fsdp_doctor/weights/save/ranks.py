@@ -102,7 +102,7 @@ class RankPlace:
         if mesh.size() != len(self.ranks):
             raise SaveError(
                 f"{source.spec.names[0]} is on a mesh that has only some of the ranks and is not a slice of a mesh of "
-                "all ranks; which ranks hold copies of it is unknown"
+                "all ranks, so it is unknown which ranks hold copies"
             )
         here, turn = mesh.get_coordinate() or [0] * mesh.ndim, Turn(0, 1)
         for dim, placement in enumerate(placements):

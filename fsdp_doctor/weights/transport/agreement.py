@@ -134,14 +134,16 @@ class Agreement:
         """Sets the plan that the ranks compare before the first bucket. The plan is computed while shards are being
         loaded.
 
-        comparison: further checks, which are made after the plans turned out to be equal, if any rank still has to make
-        them.
+        comparison: further checks. They are made once the plans are known to be equal, unless all ranks have made them
+            before.
         """
         self._plan = plan
         self._comparison = comparison
 
     def count(self, what: str, number: int) -> None:
-        """Adds to a sum over all ranks, before the first stage. After that stage ``sums`` has the result."""
+        """Adds ``number`` to the sum ``what`` over all ranks. Call it before the first stage; after it ``sums`` has the
+        result.
+        """
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)
 

@@ -129,9 +129,9 @@ class Streams:
         return self._enter(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies without waiting.
+        """Launches a copy of ``source`` into ``target``, without waiting.
 
-        The caller may drop the source at once, but a source in host memory must not change.
+        The caller may drop the source at once, but a source in host memory must not change until the copy has finished.
         """
         if self._module and source.device.type != "cpu":
             source.record_stream(self._loading)

@@ -113,9 +113,7 @@ class TensorTransfer(ABC):
         """Returns the parts of this rank's shards to load, with their targets."""
 
     def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Lists (targets, sources) that are copied in addition to the pieces: of equal shapes and dtypes, on the
-        device.
-        """
+        """Lists (targets, sources) of further copies, in addition to the pieces."""
         return (), ()
 
     def list_gathers(self) -> Sequence[Gather]:

@@ -218,7 +218,7 @@ class Fsdp1Unit:
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
-        It follows ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
+        The steps are those of ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
         ``_prefetched``, which marks the parameters as already gathered.
         """
         handle = self._handle
