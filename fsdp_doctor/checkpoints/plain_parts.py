@@ -97,7 +97,10 @@ class _StoredSums:
         self._members: dict[str, list[Member]] = {}
 
     def __call__(self, piece: SavedPiece) -> tuple[int, int, int] | None:
-        """Returns the checksum and length of the bytes that the piece belongs to, and its place; None without one."""
+        """Finds the stored checksum of the bytes that contain the piece; returns None if there is none.
+
+        Returns (checksum, length of the bytes that it covers, offset of the piece in these bytes).
+        """
         if piece.file not in self._members:
             self._members[piece.file] = sorted(self._files[piece.file].members, key=lambda member: member.begin)
         members = self._members[piece.file]
