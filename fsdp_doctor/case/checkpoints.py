@@ -389,7 +389,7 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
-        """Maps the name of each entry to the tensor like which the entry is to be sharded.
+        """Maps the name of each entry to the tensor whose sharding the entry must get.
 
         The tensor is None for parameters that FSDP1 shards by their first dim.
         """

@@ -24,7 +24,7 @@ ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
 # The values of the axis ``model``: the doctor's small models that a framework can be given.
 MODELS: Mapping[str, str] = {
     "qwen3": "a dense Qwen3 with two layers",
-    "uneven": "the same with odd vocabulary and intermediate sizes: some shards are shorter",
+    "uneven": "Qwen3 with odd vocabulary and intermediate sizes: some shards are shorter",
     "tied": "Qwen3 with lm_head tied to the embedding",
     "buffers": "Qwen3 with a persistent buffer in each layer",
     "lora": "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen",
