@@ -224,7 +224,9 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones. A case that raises before has no values."""
+    """Returns whether the script compares values with the true ones. A case that raises before it has values needs no
+    comparison.
+    """
     kind = expectation.kind
     if method.contract.form == "flat":
         return False
