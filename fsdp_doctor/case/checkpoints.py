@@ -94,7 +94,7 @@ def find_source(scenario: Scenario) -> Scenario:
 def decides_bits(offload: Offload) -> bool:
     """Returns whether a training step with the offload may give other bits than a step without it.
 
-    It does if an update is made on the host, or from other gradients.
+    The bits may differ if an update is made on the host, or from other gradients.
     """
     match offload.way:
         case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.AROUND_STEP:
@@ -259,10 +259,10 @@ def start_of(scenario: Scenario) -> Start:
 
 
 def _needs_same_batches(scenario: Scenario) -> bool:
-    """Returns whether each rank would train a separate model, because FSDP1 reduces no gradient in a shard group of
-    one.
+    """Returns whether every rank must train on the same batches.
 
-    A checkpoint has one set of weights, so every rank is given the same batches in this case.
+    FSDP1 reduces no gradient in a shard group of one, so each rank would train a separate model, but a checkpoint has
+    one set of weights.
     """
     return scenario.version == 1 and scenario.sharding is Sharding.SIZE1
 

@@ -62,7 +62,8 @@ def halve(model: nn.Module) -> None:
 
 @torch.no_grad()
 def add_special_values(model: Any) -> None:
-    """Gives a built-in model, in place, values that a copy can lose and a sum cannot show; it trains as before.
+    """Puts values that a copy can lose and a sum cannot show into a built-in model, in place. The model trains as
+    before.
 
     -0.0 and a subnormal number are put into a neuron of each dense MLP whose output is zero, so that it has no
     gradient. The rows of an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both

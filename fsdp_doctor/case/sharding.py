@@ -129,8 +129,8 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
     """Keeps only this rank's part of the fused experts, and makes the rank compute only with this part.
 
-    The experts are fused as in transformers 5. All ranks of the mesh must be given the same tokens; they add up the
-    outputs of their experts.
+    The experts are fused as in transformers 5. All ranks of the mesh must be given the same tokens; the ranks add up
+    the outputs of their experts.
 
     hidden: whether the part is a plain parameter; otherwise it is a DTensor.
     """

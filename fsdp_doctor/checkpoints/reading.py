@@ -378,7 +378,7 @@ class _Reading:
         self._read_whole(directory, sorted(whole), names)
 
     def _is_torch_file(self, directory: str, name: str) -> bool:
-        """Returns whether torch.save wrote a file without a telling name, such as one from
+        """Returns whether torch.save wrote a file whose name does not show this, such as a file from
         ``Trainer.save_checkpoint("last")``.
         """
         path = self.checkpoint.root / directory / name

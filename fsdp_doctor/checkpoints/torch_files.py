@@ -101,7 +101,7 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -> TorchFile:
-    """Reads everything except tensor data from a file of torch.save, or from one that is embedded in another file.
+    """Reads everything except tensor data from a file of torch.save, which may be embedded in another file.
 
     Raises BadFile if it is not a file of torch.save, or is truncated or damaged.
     """

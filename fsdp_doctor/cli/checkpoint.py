@@ -286,7 +286,7 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """Reads which part of a tensor of the model each of the Hub's names stands for; empty if this is not known.
+    """Maps each of the Hub's names to the part of the model's tensor that it stands for; empty if this is unknown.
 
     Raises UsageError if these parts are needed but not known.
 

@@ -1,4 +1,4 @@
-"""Writes files and the standard streams, also if a stream is closed, is on a full disk, or is no longer read."""
+"""Writes files and the standard streams, even if a stream is closed, is on a full disk, or is no longer read."""
 
 from __future__ import annotations
 

@@ -587,7 +587,7 @@ def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]
 def _list_tied_places(model: nn.Module, contents: ModelContents) -> set[str]:
     """Lists the names of parameters that FSDP2 itself treats as tied.
 
-    Before the first forward the modules may still have separate parameters there.
+    Before the first forward the modules may still have separate parameters under these names.
     """
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     places = [place for unit in contents.fsdp2_units for tied in unit.tied_places for place in tied]
@@ -609,7 +609,7 @@ def _find_restored_gradients(contents: ModelContents) -> Iterator[str]:
     """Lists original parameters of FSDP1 units whose gradients a move has restored.
 
     ``FullyShardedDataParallel._apply`` sets the gradients of the original parameters to views of the flat gradient.
-    After the next forward, restored gradients cannot be told from accumulated ones.
+    After the next forward, restored gradients cannot be distinguished from accumulated gradients.
     """
     for unit in contents.fsdp1_units:
         if unit.keeps_originals and len(unit.memories) > 1:

@@ -98,7 +98,7 @@ class Watch:
     def look(
         self, records: Sequence[Record | None], in_trouble: Callable[[], bool], idle_seconds: Callable[[], float]
     ) -> StopWorker | None:
-        """Returns the order to stop the workers once a deadline has passed; None before.
+        """Returns the order to stop the workers once a deadline has passed; None before that.
 
         records: the last record of each rank.
         in_trouble: whether some rank can keep the others from finishing.
@@ -141,7 +141,7 @@ class Watch:
         return idle_seconds() >= _IDLE_GRACE
 
     def _find_passed_deadline(self, idle_seconds: Callable[[], float]) -> float | None:
-        """Returns the deadline in seconds if it has passed; None before."""
+        """Returns the deadline in seconds once it has passed; None before that."""
         deadline = self._deadlines.choose(self._stage)
         if self._still > deadline.busy:
             return deadline.busy

@@ -81,7 +81,7 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters without optimizer state although others in their layer have it, and impossible state."""
+    """Finds parameters that have no optimizer state although others of their layer do, and finds impossible state."""
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()

@@ -465,7 +465,7 @@ class Pipeline:
         """Launches the bucket's collectives.
 
         Every step that may fail comes before the ranks agree; otherwise the other ranks would wait. The one exception
-        is the gather of adapters that are merged into the shards: if it fails, the bucket is gathered all the same.
+        is the gather of adapters that are merged into the shards: if this gather fails, the bucket is still gathered.
         """
         merged = self._find_merged(pending.bucket)
         factors = self._load_factors(merged) if merged else None
@@ -510,7 +510,7 @@ class Pipeline:
         self._promised = self._agreement.promise(num_next, one_only=one_only)
 
     def _list_promised_buckets(self) -> Sequence[Bucket]:
-        """Lists the buckets that are still to be launched, because other ranks rely on them."""
+        """Lists the buckets that this rank must still launch, because other ranks rely on them."""
         if len(self._plan.ranks) == 1:
             return ()
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]

@@ -325,8 +325,8 @@ class _Weights:
         return list_settings_places(self.checkpoint, self._model)
 
     def read_parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Yields contiguous blocks of a tensor with their offsets, each of at most 16 MiB or one row; each element
-        once.
+        """Yields contiguous blocks of a tensor with their offsets. A block has at most 16 MiB or one row, and no two
+        blocks overlap.
         """
         seen = set()
         for piece in tensor.pieces:

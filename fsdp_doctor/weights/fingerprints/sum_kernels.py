@@ -70,7 +70,7 @@ class SumTable:
         self._column_keys = torch.stack(compute_column_keys(device))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Updates the addresses of storages that were allocated anew.
+        """Updates the addresses of storages that were reallocated.
 
         moved: the new address of each storage, by its old address.
         """

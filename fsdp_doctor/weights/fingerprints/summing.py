@@ -282,7 +282,7 @@ class RepeatedFingerprintOfTensors:
 
 
 def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
-    """Notes as tied the names in each of ``groups`` whose tensors are the same."""
+    """Marks names as tied: in each of ``groups``, those whose tensors are the same."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
 
@@ -340,7 +340,8 @@ def divide_shard_into_blocks(
 ) -> list[IndexedBlock]:
     """Divides a shard into blocks whose elements have known indices in the whole tensor.
 
-    strides: the strides of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
+    strides: for each dim of ``shape``, the distance between the numbers of neighbouring elements in the sum; by default
+        row-major.
     """
     whole = compute_row_major_strides(shape)
     if place.offset is not None and place.stride == whole and strides is None:

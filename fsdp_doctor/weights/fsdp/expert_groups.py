@@ -35,7 +35,7 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
     pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
     for pattern, mesh in pairs:
         if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to such, not {experts!r}")
+            raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to DeviceMeshes, not {experts!r}")
         if mesh.ndim != 1:
             raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: pass the dim that divides them, as mesh["ep"]')
     return pairs

@@ -58,7 +58,9 @@ def refuse(forms: Mapping[str, str]) -> None:
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """Describes why a tensor cannot be read and filled in place; empty for other tensors, also on the meta device."""
+    """Describes why a tensor cannot be read and filled in place; empty for any other tensor, including tensors on the
+    meta device.
+    """
     lazy_view = "a view that is conjugated or negated when it is read"
     return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
 

@@ -181,7 +181,7 @@ def match_transient_values(
 
 
 def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a tensor on the meta device the memory of another tensor. It stays the same object with the same
+    """Gives a tensor on the meta device the memory of another tensor. The tensor stays the same object with the same
     attributes.
 
     An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow

@@ -258,7 +258,7 @@ def find_original_class(module: nn.Module) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the model inside FSDP1, DDP, checkpointing, torch.compile and peft."""
+    """Yields the model inside all wrappers: FSDP1, DDP, checkpointing, torch.compile and peft."""
     while True:
         model = reader.find_innermost(model)
         children = private.child_modules(model)

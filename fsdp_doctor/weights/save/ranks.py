@@ -28,7 +28,7 @@ from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows,
 def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement, SaveDirectory]]:
     """Opens a directory to save to.
 
-    An error in the block is told to the other ranks. Raises SaveError if another rank fails.
+    An error in the block is reported to the other ranks. Raises SaveError if another rank fails.
     """
     agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
     store = connect(private.find_default_store()) if dist.is_initialized() else None

@@ -72,7 +72,7 @@ class HomeStream:
     def _is_current(self) -> bool:
         """Returns whether this stream and its device are current, as for a caller that changes neither.
 
-        This is asked for each tensor, and entering a context for each takes the host longer.
+        The check is made for each tensor, because entering a context for each tensor would take the host longer.
         """
         if self._module is None:
             return True

@@ -105,7 +105,7 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
     Private: ``Module._modules``, ``_parameters`` and ``_buffers``, because the public walk nests a generator for each
     level, and a model of tens of thousands of modules is read for each extraction; ``_non_persistent_buffers_set``,
-    because in public only ``state_dict()`` tells persistent buffers apart, and it is a method under test.
+    because the only public way to find persistent buffers is ``state_dict()``, which is a method under test.
     """
     modules: list[ModuleTensors] = []
     waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
@@ -230,7 +230,7 @@ def _compiles_frames() -> bool:
 
 
 def read_stream_key(device: torch.device) -> Any:
-    """Returns a key that tells the current streams of a device apart; the device must not be the CPU.
+    """Returns a key of the device's current stream, which differs between streams. The device must not be the CPU.
 
     Private: ``torch._C._cuda_getCurrentRawStream``. The key is needed for each tensor, and
     ``torch.cuda.current_stream`` makes an object each time.
@@ -251,7 +251,7 @@ def read_device_index(device_type: str) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a key that tells storages apart, even on the meta device, where the address of each is 0.
+    """Returns a key that differs between storages, even on the meta device, where all addresses are 0.
 
     Private: ``UntypedStorage._cdata``.
     """
@@ -377,7 +377,7 @@ def make_placement(mesh: DeviceMesh) -> Any:
 def has_placements_on_meshes() -> bool:
     """Returns whether torch has ``ShardPlacementResult``.
 
-    torch 2.12 and newer have it, and also the present form of ``replicate``.
+    torch 2.12 and newer have this class, and also the present form of ``replicate``.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 

@@ -73,7 +73,7 @@ class Fsdp1Unit:
         """Present attributes that hold this rank's shard, and the parts of the shard that belong to original parameters
         (or None).
 
-        These serve a verification that must not rely on which of the attributes torch reads. Private:
+        A verification uses all of them, because it must not assume which attribute torch reads. Private:
         ``FlatParameter.data`` if it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded
         ``_params``.
         """

@@ -198,7 +198,7 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Puts units whose step was broken off into the state between two steps.
+    """Puts units whose step was not completed into the state between two steps.
 
     Returns the parameters whose gradients it discards. These are gradients that were not reduced, which no
     ``zero_grad`` of an optimizer reaches. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but
