@@ -188,8 +188,8 @@ class _Reading:
     def note_copies(self) -> None:
         """Reports models in formats that are not read.
 
-        If the checkpoint also has the model in a format that is read, they are listed as unchecked; otherwise this is
-        an error.
+        If the checkpoint also has the model in a format that is read, the models in other formats are listed as
+        unchecked; otherwise they are an error.
         """
         has_model = any(state.tensors for state in self.checkpoint.states)
         for what, file in self._copies:

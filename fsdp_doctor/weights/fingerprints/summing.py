@@ -50,8 +50,8 @@ class TensorPart:
         offsets = self.offsets or (0,) * len(self.shape)
         if not len(self.shape) == len(offsets) == self.tensor.ndim:
             raise FingerprintError(
-                f"{name}: a part must have as many dims as the whole tensor, and an offset for each dim or none: "
-                f"shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
+                f"{name}: a part must have as many dims as the whole tensor, and either an offset for each dim or no "
+                f"offsets: shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
             )
         for offset, length, whole in zip(offsets, self.tensor.shape, self.shape, strict=True):
             if offset < 0 or offset + length > whole:
@@ -282,7 +282,7 @@ class RepeatedFingerprintOfTensors:
 
 
 def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
-    """Marks names as tied: in each of ``groups``, those whose tensors are the same."""
+    """Marks names as tied if they are in one of ``groups`` and their tensors are the same."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
 
