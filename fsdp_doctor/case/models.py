@@ -65,9 +65,9 @@ def add_special_values(model: Any) -> None:
     """Puts values that a copy can lose and a sum cannot show into a built-in model, in place. The model trains as
     before.
 
-    -0.0 and a subnormal number are put into a neuron of each dense MLP whose output is zero, so that it has no
-    gradient. The rows of an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both
-    infinities. The first and the last neurons and rows are used, so that several ranks have such values.
+    In each dense MLP, two neurons get -0.0 and a subnormal number; they output zero and have no gradient. The rows of
+    an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both infinities. The first and
+    the last neurons and rows are used, so that several ranks have such values.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
     layers: Any = find_decoder_layers(model)

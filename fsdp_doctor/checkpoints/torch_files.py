@@ -325,7 +325,7 @@ def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> li
     an order that contradicts the placements.
     """
     if len(placements) != len(mesh):
-        raise NotRead(f"placed by {len(placements)} placements on a mesh of {len(mesh)} dims")
+        raise NotRead(f"has {len(placements)} placements, but its mesh has {len(mesh)} dims")
     orders: dict[int, list[int]] = {}
     for at in reversed(range(len(mesh))):
         placement = placements[at]

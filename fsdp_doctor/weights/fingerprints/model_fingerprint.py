@@ -370,7 +370,7 @@ class _GatheredSums:
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
-        """Makes sums that are zero."""
+        """Returns new sums of the same tensors, with both lanes zero."""
         return _SumsOverRanks(self.request, self._parts, self._begin.clone())
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:

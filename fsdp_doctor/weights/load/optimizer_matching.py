@@ -217,7 +217,7 @@ class OptimizerParameter:
 
     @property
     def whole_shape(self) -> torch.Size | None:
-        """Shape of the parameter before it was divided; None for a flat parameter of several."""
+        """Shape of the parameter before it was divided; None for a flat parameter, which holds several parameters."""
         return None if self.parts[0].slices is not None else self.parts[0].shape
 
     def find_form(self, key: str, value: torch.Tensor) -> StateForm:
