@@ -123,10 +123,9 @@ class LoadingSteps(MatrixSteps):
             )
 
     def recover(self, trainer: Trainer) -> bool:
-        """Returns whether the job trains on.
+        """Returns whether the job trains on: always, unless the load was refused because FSDP1's backward had raised.
 
-        It does not if the load was refused because FSDP1's backward had raised. After a load nothing else is done,
-        because a loaded model must be able to train.
+        Nothing is repaired, because the model must be able to train after a load.
         """
         return not self._recorder.record.refusal or not self.scenario.checkpoint.must_load
 

@@ -231,7 +231,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
                 "any axis"
             )
     if missing := set(_multiply(table.quick)) - set(configurations):
-        yield f"quick names {', '.join(sorted(missing))}, which configurations does not contain"
+        yield f"quick names {', '.join(sorted(missing))}, which is not in the list of configurations"
     for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
         for axis, allowed in only.items():
             if axis not in axes or not set(allowed) <= set(axes[axis].values):

@@ -451,7 +451,7 @@ class StateMatching:
             group = optimizer.param_groups[parameter.group]
             options = self.options.get(parameter.group, {})
             if kinds and all(_is_same_option(group.get(k, v), v) for k, v in options.items() if k not in _SCHEDULED):
-                _check_kinds(parameter, entries, kinds, "and the optimizer has")
+                _check_kinds(parameter, entries, kinds, "but the optimizer has")
 
     def _match(self, parameter: OptimizerParameter) -> None:
         names = [self._find_name_in_source(part) for part in parameter.parts]
@@ -541,7 +541,7 @@ class StateMatching:
             ] += 1
         for parameter, entries in self.entries:
             ((most, _),) = counts[parameter.group].most_common(1)
-            _check_kinds(parameter, entries, dict(most), "and most parameters of its group have")
+            _check_kinds(parameter, entries, dict(most), "but most parameters of its group have")
         for parameter in self.stateless:
             # A parameter that never had a gradient has no entries, not an empty dictionary.
             has_entries = self._outline.entries.keys() & {self._find_name_in_source(part) for part in parameter.parts}
@@ -582,7 +582,7 @@ def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapp
         if kinds.get(key) != expected.get(key):
             raise LoadError(
                 f"{name_entry(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
-                f"{expected.get(key, 'none')}: a step would fail, or begin again from zero"
+                f"{expected.get(key, 'no such value')}: a step would fail or start from zero"
             )
 
 

@@ -81,7 +81,7 @@ class HomeStream:
         return is_on_device and private.read_stream_key(device) == self._key
 
     def _find_callers(self) -> Any:
-        """Returns the current stream; None if it is this stream, and on the CPU."""
+        """Returns the caller's current stream; None if that is this stream, or on the CPU, which has none."""
         if self._module is None or private.read_stream_key(self._device) == self._key:
             return None
         return self._module.current_stream(self._device)
