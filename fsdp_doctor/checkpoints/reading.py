@@ -188,8 +188,8 @@ class _Reading:
     def note_copies(self) -> None:
         """Reports models in formats that are not read.
 
-        If the checkpoint also has the model in a format that is read, they are listed as unchecked; otherwise this is
-        an error.
+        If the checkpoint also has the model in a format that is read, the models in other formats are listed as
+        unchecked; otherwise they are an error.
         """
         has_model = any(state.tensors for state in self.checkpoint.states)
         for what, file in self._copies:
@@ -378,7 +378,7 @@ class _Reading:
         self._read_whole(directory, sorted(whole), names)
 
     def _is_torch_file(self, directory: str, name: str) -> bool:
-        """Returns whether torch.save wrote a file without a telling name, such as one from
+        """Returns whether torch.save wrote a file whose name does not show this, such as a file from
         ``Trainer.save_checkpoint("last")``.
         """
         path = self.checkpoint.root / directory / name

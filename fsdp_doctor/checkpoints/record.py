@@ -97,7 +97,7 @@ class SavedTensor:
     ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
     ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
     tensor does not belong to the model. ``is_loose`` is true if ranks saved different plain tensors under this name, so
-    that each piece may be a part of the tensor, at a place that no file tells.
+    that each piece may be a part of the tensor, whose place no file gives.
     """
 
     path: tuple[str, ...]

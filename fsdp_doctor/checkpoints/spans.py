@@ -318,9 +318,10 @@ class _RowScanner:
 
 
 def _find_codes(sizes: _Array) -> str:
-    """Returns the 8-bit dtype whose codes these magnitudes are: many different ones, up to its largest, on its grid.
+    """Returns the 8-bit dtype whose codes these magnitudes are; empty if they are not codes.
 
-    Codes use the whole range of their dtype, so that their mean is far above that of weights.
+    Codes have many different values, which lie on the dtype's grid and reach its largest value. Their mean is therefore
+    far above that of weights.
     """
     if sizes.mean() <= _LEAST_CODE or len(numpy.unique(sizes)) < _FEWEST_CODES:
         return ""

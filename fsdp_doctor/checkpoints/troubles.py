@@ -137,18 +137,23 @@ class Trouble(Enum):
     MOMENTS = Kind(
         "damage", "Adam's next step with these moments is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN
     )
-    VARIANCE = Kind("damage", "a load returns it, and the norm's outputs become NaN", TroubleRemedy.SAVE_AGAIN)
+    VARIANCE = Kind(
+        "damage", "a load returns these values, and the norm's outputs become NaN", TroubleRemedy.SAVE_AGAIN
+    )
     STATISTICS = Kind(
         "damage",
-        "a strict load fails, and another one normalizes by the values with which the norm began",
+        "a strict load fails, and any other load leaves the norm with its initial statistics",
         TroubleRemedy.SAVE_AGAIN,
     )
     GATES = Kind("damage", "a load of the cell fails", TroubleRemedy.SAVE_AGAIN)
     STALE_COPY = Kind("damage", "the copy that is read last decides", TroubleRemedy.SAVE_AGAIN)
-    MASTER = Kind("damage", "a resume's first step replaces the weights by it", TroubleRemedy.SAVE_AGAIN)
+    MASTER = Kind("damage", "a resume's first step replaces the weights by these values", TroubleRemedy.SAVE_AGAIN)
     AVERAGE = Kind("damage", "a load of the average fails", TroubleRemedy.SAVE_AGAIN)
     EQUAL_AVERAGE = Kind(
-        "warning", "a load returns the model for its average", TroubleRemedy.LOOK, "averaging may begin late"
+        "warning",
+        "a load returns the model's weights instead of their average",
+        TroubleRemedy.LOOK,
+        "averaging may begin late",
     )
     EQUAL_LAYERS = Kind(
         "warning",

@@ -57,7 +57,7 @@ def check(
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Then run exactly the cases that were found.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print the file, with the one setting changed that removes the failure.")
+        bool, typer.Option("--fix", help="Print the file with one setting changed so that the failure is gone.")
     ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="With --fix: write the changed file instead of printing it.")

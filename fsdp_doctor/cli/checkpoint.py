@@ -286,12 +286,12 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """Reads which part of a tensor of the model each of the Hub's names stands for; empty if this is not known.
+    """Maps each of the Hub's names to the part of the model's tensor that it stands for; empty if this is unknown.
 
-    Raises UsageError if it is needed and not known.
+    Raises UsageError if these parts are needed but not known.
 
-    must_know: whether it is needed in any case.
-    needs_class: whether it is needed if the configuration does not name a class of transformers.
+    must_know: whether the parts are needed in any case.
+    needs_class: whether the parts are needed if the configuration does not name a class of transformers.
     """
     from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 

@@ -1,8 +1,8 @@
 """Language of ``-k``: words joined by and, or, not and parentheses, matched against case ids.
 
-A word matches an id that has it at the beginning of a word: ``state_dict`` matches ``get_model_state_dict``, but
-``staged`` does not match ``unstaged``. ``not`` binds most tightly, then ``and``, then ``or``, as in Python and in
-pytest's own ``-k``.
+A word of the expression matches an id if a word of the id begins with it: ``state_dict`` matches
+``get_model_state_dict``, but ``staged`` does not match ``unstaged``. ``not`` binds most tightly, then ``and``, then
+``or``, as in Python and in pytest's own ``-k``.
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
 def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
     """Sorts the cases so that the cases of one scenario, and the scenarios of one backend, are together.
 
-    Each of these needs its own workers. Cases of frameworks come last, grouped by framework.
+    Each scenario of a framework, and each backend, needs its own workers. Cases of frameworks come last, grouped by
+    framework.
     """
     first_seen: dict[AnyScenario, int] = {}
     order = list(AXIS["backend"].values)

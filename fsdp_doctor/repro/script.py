@@ -71,7 +71,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
 
 
 def locate_method(case: Case) -> MatrixMethod:
-    """Returns the method of the case. Raises UsageError if a script cannot have it."""
+    """Returns the method of the case. Raises UsageError if no script can be written for it."""
     scenario = case.scenario
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
@@ -224,7 +224,9 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones. A case that raises before has no values."""
+    """Returns whether the script compares values with the true ones. A case that raises before it has values needs no
+    comparison.
+    """
     kind = expectation.kind
     if method.contract.form == "flat":
         return False

@@ -1,8 +1,9 @@
 """Compares the straight and the resumed run of one rank, and finds which other state a wrong value equals.
 
-The state in a checkpoint shows at the first step after it: weights, optimizer, schedule, scaler, averages. The straight
-run saved this state itself, so the resumed run must start from it bit by bit, even if the program is not repeatable.
-Batches, generators and gradients are drawn or computed, so they can be compared only if the program is repeatable.
+The state that a checkpoint restores can be seen at the first step after the load: weights, optimizer, schedule, scaler,
+averages. The straight run saved this state itself, so the resumed run must start from it bit by bit, even if the
+program is not repeatable. Batches, generators and gradients are drawn or computed, so they can be compared only if the
+program is repeatable.
 """
 
 from __future__ import annotations
@@ -395,7 +396,7 @@ class RankComparison:
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:
             if wanted >= length and (wanted - index) % length == 0:
-                text += f": the same place of another epoch, of {length} batches"
+                text += f": the same position in another epoch of {length} batches"
                 return _make("data", "data-of-another-epoch", (), text)
         symptom: ResumeSymptom = "data-from-the-beginning" if index == 0 else "data-shifted"
         return _make("data", symptom, (), text)

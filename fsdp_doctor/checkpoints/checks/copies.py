@@ -141,9 +141,10 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Returns the fractions of a sample that differ from the nearest value, and that differ by more than one unit.
+    """Compares a sample of rounded weights with the float32 weights.
 
-    Returns None if there is no sample.
+    Returns (the fraction that is not rounded to the nearest value, the fraction that is off by more than one unit), or
+    None if there is no sample.
     """
     off = far = count = 0
     for narrow, wide in evidence.pair_samples(weight, master):

@@ -81,7 +81,7 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters without optimizer state although others in their layer have it, and impossible state."""
+    """Finds parameters that have no optimizer state although others of their layer do, and finds impossible state."""
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()
@@ -240,7 +240,7 @@ def _count_above_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, Sav
 def _pair_samples(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], one: str, other: str
 ) -> Iterator[tuple[Samples, Samples, str]]:
-    """Yields the elements at the same indices in two slots, and their dtype."""
+    """Yields elements at the same indices of the moments ``one`` and ``other``, and the dtype of ``one``."""
     if one in by_kind and other in by_kind:
         for first, second in evidence.pair_samples(by_kind[one], by_kind[other]):
             yield first, second, by_kind[one].dtype
