@@ -231,9 +231,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def matches_message(self, message: str) -> bool:
         """Returns whether one of the signatures matches the exception's text or its first line."""
         texts = list_readings(message)
-        return any(
-            find_anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts
-        )
+        return any(anchor in text and pattern.search(text) for anchor, pattern in self._anchored for text in texts)
 
     def has_frame(self, traceback: str) -> bool:
         """Returns whether the traceback goes through a place that raises this failure."""
@@ -279,6 +277,11 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def measure_narrowness(self, case: AnyCase, context: RunContext) -> int:
         """Returns the narrowness of the narrowest trigger that contains the case."""
         return max(trigger.narrowness for trigger in self.triggers if trigger.contains(case, context))
+
+    @functools.cached_property
+    def _anchored(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
+        """The signatures, each after its anchor."""
+        return tuple((find_anchor(pattern), pattern) for pattern in self.signatures)
 
     @functools.cached_property
     def _is_of_method(self) -> _Answers:
