@@ -138,9 +138,10 @@ def _list_signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(dict.fromkeys((find_anchor(pattern), pattern) for e in read_catalogue() for pattern in e.signatures))
 
 
-def list_anchors() -> list[str]:
+@functools.cache
+def list_anchors() -> tuple[str, ...]:
     """Lists the literal pieces of signatures. A line that matches a signature contains at least one of them."""
-    return sorted({literal for literal, _ in _list_signatures()} - {""})
+    return tuple(sorted({literal for literal, _ in _list_signatures()} - {""}))
 
 
 def match_message(message: str, traceback: str = "") -> list[KnownFailure]:

@@ -184,11 +184,13 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
             of_user = user_methods if direction == directions[0] else ()
             methods = list_methods(scenario, direction)
             in_use_alone = has_methods_in_use_alone(selection.level, scenario, bool(selection.axes))
-            usual = [method for method in methods if not method.is_fix and (method.used_by or not in_use_alone)]
-            asked = [method for method in methods if method.name in named] if named else usual
+            usual = {method.name for method in methods if not method.is_fix and (method.used_by or not in_use_alone)}
+            asked = {method.name for method in methods if method.name in named} if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
             yield from (
-                Case(scenario, method.name) for method in methods if method in asked or (method.is_fix and with_fixes)
+                Case(scenario, method.name)
+                for method in methods
+                if method.name in asked or (method.is_fix and with_fixes)
             )
             yield from (Case(scenario, name) for name in of_user)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import sys
 import textwrap
@@ -207,8 +208,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     A method yields the pairs, or returns them in a mapping. torch's contexts decorate the method's function. If it is a
     generator, each of its steps runs in the context.
     """
-    definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
-    definition = next(node for node in definitions if node.name == function)
+    definition = next(node for node in _list_functions(module) if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     arguments = ", ".join(argument.arg for argument in definition.args.args)
     match context:
@@ -221,6 +221,11 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
         case _:
             assert_never(context)
     return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
+
+
+@functools.cache
+def _list_functions(module: str) -> tuple[ast.FunctionDef, ...]:
+    return tuple(node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef))
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:

@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
-from program import doctor
 from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
+from support.inside import doctor
 
 from fsdp_doctor.cli.checkpoint import diff, verify
 from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
