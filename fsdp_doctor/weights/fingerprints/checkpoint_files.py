@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version, make_path
 from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
 from fsdp_doctor.checkpoints.names import MatchedNames, match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
@@ -80,9 +80,9 @@ def fingerprint_checkpoint(
         them.
 
     Raises FingerprintError if ``path`` is no checkpoint, is damaged, or changes while it is read; OSError if it cannot
-    be read.
+    be read; ValueError for an empty path.
     """
-    return _fingerprint(_Weights(pathlib.Path(path), part), dtype)
+    return _fingerprint(_Weights(make_path(path), part), dtype)
 
 
 def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:

@@ -177,7 +177,7 @@ def _load(
         # A load that is not strict may leave them as they are.
         refuse(contents.find_unreadable(but_strided=not strict))
         check_between_steps(model, contents)
-        place = find_place(contents)
+        place = find_place(contents, otherwise="load it with model.load_state_dict")
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
         targets = list_targets(contents, place)
