@@ -120,7 +120,7 @@ def load_full_tensors(
     - names that are missing or superfluous, a source with some of the Hub's and some of the model's names, Hub names
         that are unknown or do not belong to the model's tensors, and a mapping of names that is not one-to-one;
     - wrong shapes or dtypes, and tied names with different values;
-    - files that are truncated or not in safetensors' format;
+    - files that are absent, cannot be opened, are truncated or not in safetensors' format;
     - a model that is not sharded, and groups of ranks with different tensors under one name (meshes of some of the
         ranks, plain parameters whose values differ);
     - ranks whose models or arguments differ, or whose files differ in names, shapes, dtypes, or the 4 KiB in the middle
