@@ -140,4 +140,15 @@ def __getattr__(name: str) -> Any:
     for room, names in _PUBLIC_NAMES.items():
         if name in names.split():
             return getattr(importlib.import_module(f"fsdp_doctor.{room}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    suggestion = ""
+    if not name.startswith("_"):
+        import difflib
+
+        suggestion = "".join(f" (did you mean {close}?)" for close in difflib.get_close_matches(name, __all__, n=1))
+    # With the name alone, Python adds no second suggestion to a traceback.
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggestion}", name=name)
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, too, for the completion of an interactive Python."""
+    return sorted({*globals(), *__all__})

@@ -120,6 +120,13 @@ def _seek(fd: int, offset: int, whence: int, end: int) -> int:
         return offset if whence == os.SEEK_DATA else end
 
 
+def make_path(place: str | os.PathLike[str]) -> pathlib.Path:
+    """Makes a path. Raises ValueError for an empty text, which pathlib would take for the current directory."""
+    if not os.fspath(place):
+        raise ValueError('the path is empty: name a directory or a file, "." for the current directory')
+    return pathlib.Path(place)
+
+
 def get_version(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -8,6 +8,8 @@ import pytest
 from program import run
 from support.places import TESTS
 
+import fsdp_doctor
+
 _CONFIG = TESTS / "check" / "configs" / "verl_grpo.yaml"
 _PROGRAMS = {
     "the package, until what needs it is asked for": "import fsdp_doctor",
@@ -37,6 +39,27 @@ def test_torch_and_frameworks_are_not_imported_by(program: str) -> None:
     said = "import sys; print(sorted({'torch', 'transformers', 'accelerate', 'verl'} & set(sys.modules)))"
     done = run(sys.executable, "-c", f"{program}; {said}")
     assert (done.code, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_completion_lists_every_public_name_without_torch() -> None:
+    code = "import sys, fsdp_doctor; print({*fsdp_doctor.__all__} - {*dir(fsdp_doctor)}, 'torch' in sys.modules)"
+    done = run(sys.executable, "-c", code)
+    assert (done.code, done.stdout.strip()) == (0, "set() False"), done.stderr
+
+
+def test_a_misspelt_name_is_an_error_that_suggests_the_right_one() -> None:
+    code = "import sys, fsdp_doctor; assert 'difflib' not in sys.modules; fsdp_doctor.full_tensor"
+    done = run(sys.executable, "-c", code)
+    error = "AttributeError: module 'fsdp_doctor' has no attribute 'full_tensor' (did you mean full_tensors?)"
+    assert done.stderr.strip().splitlines()[-1] == error
+    for name, ending in (
+        ("save_optimiser_state", "(did you mean save_optimizer_state?)"),
+        ("xyz", "'xyz'"),
+        ("__x__", "'__x__'"),
+    ):
+        with pytest.raises(AttributeError) as raised:
+            getattr(fsdp_doctor, name)
+        assert str(raised.value).endswith(ending)
 
 
 def test_the_package_has_what_needs_torch_too() -> None:

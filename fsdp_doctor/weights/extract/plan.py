@@ -36,6 +36,7 @@ from fsdp_doctor.weights.transport.sources import (
     Rows,
     ShardGroup,
     Source,
+    check_dtype,
     check_shards,
     compute_device,
     find_device,
@@ -81,8 +82,7 @@ class Arguments:
         """
         adapters.check(lora)
         check_names(names)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        check_dtype(dtype)
         if not isinstance(bucket_bytes, int):
             raise TypeError(f"bucket_bytes must be an int, not {bucket_bytes!r}")
         if bucket_bytes <= 0:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version, make_path
 from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
 from fsdp_doctor.checkpoints.names import MatchedNames, match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
@@ -35,7 +35,7 @@ from fsdp_doctor.weights.fingerprints.fingerprint_set import FingerprintError, F
 from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, make_grid_block
 from fsdp_doctor.weights.fingerprints.summing import FingerprintSums, make_unsummed, swap_halves
 from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
-from fsdp_doctor.weights.transport.sources import name_dtype
+from fsdp_doctor.weights.transport.sources import check_dtype, name_dtype
 
 _CHUNK_BYTES = 16 << 20
 # The rows that differ are searched for this many tensors at most, since the search reads both checkpoints again.
@@ -80,9 +80,10 @@ def fingerprint_checkpoint(
         them.
 
     Raises FingerprintError if ``path`` is no checkpoint, is damaged, or changes while it is read; OSError if it cannot
-    be read.
+    be read; ValueError for an empty path.
     """
-    return _fingerprint(_Weights(pathlib.Path(path), part), dtype)
+    check_dtype(dtype)
+    return _fingerprint(_Weights(make_path(path), part), dtype)
 
 
 def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:

@@ -120,7 +120,7 @@ def load_full_tensors(
     - names that are missing or superfluous, a source with some of the Hub's and some of the model's names, Hub names
         that are unknown or do not belong to the model's tensors, and a mapping of names that is not one-to-one;
     - wrong shapes or dtypes, and tied names with different values;
-    - files that are truncated or not in safetensors' format;
+    - files that are absent, cannot be opened, are truncated or not in safetensors' format;
     - a model that is not sharded, and groups of ranks with different tensors under one name (meshes of some of the
         ranks, plain parameters whose values differ);
     - ranks whose models or arguments differ, or whose files differ in names, shapes, dtypes, or the 4 KiB in the middle
@@ -177,7 +177,7 @@ def _load(
         # A load that is not strict may leave them as they are.
         refuse(contents.find_unreadable(but_strided=not strict))
         check_between_steps(model, contents)
-        place = find_place(contents)
+        place = find_place(contents, otherwise="load it with model.load_state_dict")
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
         targets = list_targets(contents, place)

@@ -117,7 +117,8 @@ def load_optimizer_state(
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
         check_between_steps(model, contents)
-        place = find_place(contents)
+        otherwise = "load the state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        place = find_place(contents, otherwise=otherwise)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors():
         discarded = settle(model, contents, place.device)

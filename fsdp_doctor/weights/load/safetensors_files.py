@@ -18,21 +18,34 @@ from fsdp_doctor.checkpoints.safetensors_files import read_header, read_weight_m
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.load.outcome import LoadError
 
+_TORCH_LOAD = (
+    'read files of torch.save with torch.load(file, map_location="cpu", mmap=True, weights_only=True), without mmap if '
+    "they are older than torch 1.6, and pass the dictionary that has the weights"
+)
+_TORCH_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+_ZIP, _PICKLE_PROTOCOLS = b"PK\x03\x04", range(2, 6)
+
 
 class SafetensorsFile:
     """Open file, and its tensors by name.
 
-    Raises LoadError if the file is truncated or in another format, and OSError if it cannot be read.
+    Raises LoadError if the file is absent, truncated or in another format, or cannot be opened.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         with _raise_load_errors(path), contextlib.ExitStack() as on_error:
-            self._file = OpenFile(path)
+            with _refuse_unopened(path):
+                self._file = OpenFile(path)
             on_error.callback(self._file.close)
+            try:
+                entries = read_header(self._file).tensors
+            except BadFile:
+                _refuse_torch_file(self._file)
+                raise
             self.tensors = {
                 name: FileTensor(self, entry.begin, torch.Size(entry.shape), _get_torch_dtype(name, entry.dtype))
-                for name, entry in read_header(self._file).tensors.items()
+                for name, entry in entries.items()
             }
             on_error.pop_all()
 
@@ -81,13 +94,17 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
     """Opens a file, or the files of a directory (those in its index if it has one), and lists their tensors by name."""
     index: dict[str, str] = {}
     paths: Iterable[pathlib.Path] = [path]
-    if path.is_dir():
+    with _refuse_unopened(path):
+        is_directory = path.is_dir()
+    if is_directory:
         index = read_index(path, "safetensors")
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
         if absent := [str(file) for file in paths if index and not file.exists()]:
             raise LoadError(f"the index of {path} names missing files: {join_some(absent)}")
         if not paths:
-            raise LoadError(f"{path} contains no safetensors file")
+            others = sorted(file.name for file in path.iterdir() if file.suffix in _TORCH_SUFFIXES)
+            advice = f", but {join_some(others)}: {_TORCH_LOAD}" if others else ""
+            raise LoadError(f"{path} contains no safetensors file{advice}")
     with contextlib.ExitStack() as on_error:
         files = []
         for each in paths:
@@ -101,13 +118,13 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
 def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
     """Reads the index that transformers writes: the name of each tensor's file; empty if there is no index or several.
 
-    suffix: the suffix of the files, such as ``safetensors``. Raises LoadError if the index is malformed or names files
-    outside of the directory, OSError if it cannot be read.
+    suffix: the suffix of the files, such as ``safetensors``. Raises LoadError if the index is malformed, names files
+    outside of the directory, or cannot be opened.
     """
     indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
     if len(indexes) != 1:
         return {}
-    with _raise_load_errors(indexes[0]):
+    with _raise_load_errors(indexes[0]), _refuse_unopened(indexes[0]):
         return read_weight_map(indexes[0])
 
 
@@ -132,6 +149,26 @@ def _get_torch_dtype(name: str, dtype: str) -> torch.dtype:
     if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
         raise BadFile(f"has the dtype {dtype}, which torch {torch.__version__} does not have", name)
     return found
+
+
+def _refuse_torch_file(file: OpenFile) -> None:
+    """Raises BadFile for a file that is not of safetensors, if it begins as the files of torch.save do."""
+    begin = file.read(0, min(file.size, len(_ZIP)))
+    if begin == _ZIP:
+        raise BadFile(f"is a zip file, as of torch.save, not a safetensors file: {_TORCH_LOAD}")
+    if len(begin) > 1 and begin[0] == 0x80 and begin[1] in _PICKLE_PROTOCOLS:
+        raise BadFile(f"is a pickle, as of torch.save before torch 1.6, not a safetensors file: {_TORCH_LOAD}")
+
+
+@contextlib.contextmanager
+def _refuse_unopened(path: pathlib.Path) -> Iterator[None]:
+    """Raises LoadError, as on all other ranks, for an absent file, and for one that cannot be opened."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise LoadError(f"there is no file or directory {path}") from error
+    except OSError as error:
+        raise LoadError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 @contextlib.contextmanager

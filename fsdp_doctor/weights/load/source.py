@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import os
-import pathlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.checkpoints.files import make_path
 from fsdp_doctor.weights.fsdp.forms import describe_unless_dense
 from fsdp_doctor.weights.load.outcome import LoadError
 from fsdp_doctor.weights.load.safetensors_files import FileTensor, SafetensorsFile, open_files
@@ -110,7 +110,7 @@ def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str
             check_value(name, value)
         return LoadSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
-        files, in_files = open_files(pathlib.Path(source))
+        files, in_files = open_files(make_path(source))
         tensors = {name: tensor for name, tensor in in_files.items() if name not in ignored}
         return LoadSource(kind="files", tensors=tensors, files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):

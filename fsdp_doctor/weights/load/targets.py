@@ -84,10 +84,13 @@ class ModelPlace:
         return self.known_group or _make_group(self.ranks, _find_world())
 
 
-def find_place(contents: ModelContents) -> ModelPlace:
-    """Finds the ranks and devices of a model. Raises LoadError if it is not sharded, or if its ranks are unknown."""
+def find_place(contents: ModelContents, *, otherwise: str) -> ModelPlace:
+    """Finds the ranks and devices of a model. Raises LoadError if it is not sharded, or if its ranks are unknown.
+
+    otherwise: what a caller whose model is not sharded can do instead; a part of the error's sentence.
+    """
     if not contents.fsdp1_units and not list_meshes(contents):
-        raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
+        raise LoadError(f"the model is not sharded: {otherwise}, or shard it first")
     if contents.refusal:
         raise LoadError(contents.refusal)
     if not dist.is_initialized():

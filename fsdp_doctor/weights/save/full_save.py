@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdp_doctor.checkpoints.files import BadFile
+from fsdp_doctor.checkpoints.files import BadFile, make_path
 from fsdp_doctor.checkpoints.marker import MARKER, MarkedFile, Marker
 from fsdp_doctor.checkpoints.safetensors_files import HubFile, make_index, plan_hub_files
 from fsdp_doctor.checkpoints.sums import crc32
@@ -130,10 +130,11 @@ def save_full_tensors(
     by another save, cannot be made, is not the same for all ranks, or has too little room, which is checked before
     anything is written; for tensors that safetensors cannot store; if files cannot be given their names; and if another
     rank fails, with the number of this rank. A rank that gets an OSError earlier raises the OSError. Warns
-    BuffersDiffer at each save if buffers differ between the ranks. Other errors: see :func:`full_tensors`.
+    BuffersDiffer at each save if buffers differ between the ranks. Raises ValueError for an empty ``directory``. Other
+    errors: see :func:`full_tensors`.
     """
-    path = pathlib.Path(directory)
     with announce_early_errors(model):
+        path = make_path(directory)
         if largest_file <= 0:
             raise ValueError(f"largest_file must be positive, not {largest_file}")
         arguments = Arguments.check(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.checkpoints.files import OpenFile
+from fsdp_doctor.checkpoints.files import OpenFile, make_path
 from fsdp_doctor.checkpoints.record import Member
 from fsdp_doctor.checkpoints.torch_files import find_tensors, read_torch_file
 from fsdp_doctor.weights.extract.local import ShardPlace
@@ -51,6 +51,10 @@ from fsdp_doctor.weights.transport.rank_groups import describe_conflicts
 from fsdp_doctor.weights.transport.streams import wait_for_device
 
 _FILE = "optimizer.pt"
+_OF_UNSHARDED = (
+    "on one rank, save with torch.save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
+    "optimizer) returns, which has the same form"
+)
 _MERGED = "rank-all.outline"
 _CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL_BYTES = 46
@@ -88,14 +92,15 @@ def save_optimizer_state(
     Raises SaveError in the cases of :func:`save_full_tensors`; for a model that is not sharded; for an optimizer whose
     parameters are not the model's; for ranks whose state differs in more than its shards; and, with its name, for state
     of another kind: factored moments, 8-bit codes and their scales, lists, and state that belongs to no parameter.
+    Raises ValueError for an empty ``directory``.
     """
-    path = pathlib.Path(directory)
     with announce_early_errors(model):
+        path = make_path(directory)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
         try:
-            model_place = find_place(contents)
+            model_place = find_place(contents, otherwise=_OF_UNSHARDED)
             parameters = list_parameters(contents, model_place, optimizer)
         except LoadError as error:
             raise SaveError(str(error)) from None

@@ -19,8 +19,12 @@ reported.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import pathlib
+import sys
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,6 +46,12 @@ _COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8
 _DRIFT = 1 / 8
 # A larger buffer is also compared by a few elements.
 _COMPARED_BYTES = 1 << 20
+# Where the files lie whose frames are between a warning and the caller's line.
+_OWN_FRAMES = (
+    str(pathlib.Path(__file__).parents[2]) + os.sep,
+    str(pathlib.Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
 
 Relation = Literal["plain", "copies", "unknown", "buffer"]
 
@@ -245,12 +255,23 @@ class Comparison:
         differing = {name: conflict for name, conflict in every.items() if conflict.relation == "buffer"}
         self._groups.differing = tuple(differing)
         if differing:
-            warnings.warn(BuffersDiffer(describe_conflicts(differing)), stacklevel=2)
+            warnings.warn(BuffersDiffer(describe_conflicts(differing)), stacklevel=_find_stacklevel())
         stated = {name: conflict for name, conflict in every.items() if name not in differing}
         known = {ranks: stated[part.names[0]] for ranks, part in self._unknown.items() if part.names[0] in stated}
         unknown = [part for part in self._groups.parts if part.relation == "unknown" and part.ranks in known]
         self.conflicts = {name: known[part.ranks] for part in unknown for name in part.names} | stated
         self._groups.is_settled = not self.conflicts
+
+
+def _find_stacklevel() -> int:
+    """Returns the stacklevel with which the calling function warns about the line that called the library.
+
+    The frames of a call are of this package, and of the decorators of torch and contextlib.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FRAMES):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _choose_some(parts: Sequence[Part]) -> Sequence[Part]:
@@ -306,10 +327,19 @@ def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
     return apart <= _DRIFT**2 * max(sum(value**2 for value in one), sum(value**2 for value in other))
 
 
+def _name_groups(groups: Sequence[Sequence[int]]) -> str:
+    """Names groups of ranks, as in ``rank 0 and ranks [1, 2]``."""
+    *names, last = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}" for ranks in groups]
+    if len(names) < 5:
+        return f"{', '.join(names)} and {last}"
+    return join_some([*names, last])
+
+
 def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
     """Describes the first conflict in one sentence, and names the others."""
     name, conflict = next(iter(conflicts.items()))
     groups = join_some([str(list(ranks)) for ranks in conflict.groups])
+    named = _name_groups(conflict.groups)
     others = f" The same holds for {join_some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
     match conflict.relation:
         case "unknown":
@@ -328,13 +358,13 @@ def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
             )
         case "plain":
             return (
-                f"{name} is a parameter that is not sharded, and its values differ between ranks {groups}.{others} "
+                f"{name} is a parameter that is not sharded, and its values differ between {named}.{others} "
                 "If the values are experts, pass the mesh along which they are divided, as in experts=mesh['ep']; "
                 "if they should be copies, broadcast one."
             )
         case "buffer":
             return (
-                f"{name} is a buffer whose values differ between ranks {groups}: each rank yields its own values, "
+                f"{name} is a buffer whose values differ between {named}: each rank yields its own values, "
                 f"and a saved or collected model has the first rank's.{others} Broadcast or all-reduce such "
                 "buffers before, if they should be equal."
             )

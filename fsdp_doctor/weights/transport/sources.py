@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fsdp_doctor.checkpoints.dtypes import NAME_OF_CODE
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
@@ -128,6 +129,17 @@ def list_specs(source: Source) -> list[TensorSpec]:
 def name_dtype(dtype: torch.dtype) -> str:
     """Returns torch's name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raises TypeError unless ``dtype`` is None or a dtype of torch. The error says which dtype a text may mean."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return
+    name = dtype.removeprefix("torch.").lower() if isinstance(dtype, str) else ""
+    # As in safetensors: bf16, and fp16 for f16.
+    meant = getattr(torch, NAME_OF_CODE.get(name.replace("fp", "f").upper(), name), None)
+    suggestion = f" (did you mean {meant}?)" if isinstance(meant, torch.dtype) else ""
+    raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}{suggestion}")
 
 
 @dataclass(frozen=True)

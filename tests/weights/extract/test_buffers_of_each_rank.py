@@ -14,7 +14,7 @@ from support.saving import new_directory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor import BuffersDiffer, examine, fingerprint, full_state_dict, save_full_tensors
+from fsdp_doctor import BuffersDiffer, examine, fingerprint, full_state_dict, full_tensors, save_full_tensors
 from fsdp_doctor.weights.transport import rank_groups
 
 
@@ -70,6 +70,31 @@ def test_buffers_that_differ_are_named_by_a_save_an_extraction_and_examine() -> 
             assert len(saved) == 1
             assert reports[0].differing_buffers == ("bias",)
     assert torch.equal(model.bias, own)
+
+
+@everywhere
+def test_the_warning_names_the_callers_line_and_the_ranks() -> None:
+    model = _routed()
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for rank, bias in enumerate(of_all_ranks(model.bias.tolist())):
+        groups.setdefault(tuple(bias), []).append(rank)
+    first, *rest = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}" for ranks in groups.values()]
+    expected = f"values differ between {', '.join([first, *rest[:-1]])} and {rest[-1]}: "
+    with new_directory() as directory:
+        calls = [
+            lambda: dict(full_tensors(model)),
+            lambda: full_state_dict(model),
+            lambda: fingerprint(model, lora="base"),
+            lambda: save_full_tensors(model, directory, names="model"),
+        ]
+        for call in calls:
+            together()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            (warning,) = [each for each in caught if issubclass(each.category, BuffersDiffer)]
+            assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno)
+            assert expected in str(warning.message)
 
 
 @everywhere

@@ -32,7 +32,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor import PlanMismatch, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
+from fsdp_doctor import (
+    PlanMismatch,
+    fingerprint,
+    fingerprint_checkpoint,
+    full_state_dict,
+    full_tensors,
+    local_shards,
+    weights_info,
+)
 from fsdp_doctor.weights.extract import full
 from fsdp_doctor.weights.transport.transfers import LocalCopy
 
@@ -83,7 +91,7 @@ def test_ranks_with_shards_learn_what_a_rank_without_shards_refuses() -> None:
 def test_arguments_of_another_type_are_refused_in_a_sentence() -> None:
     model = fsdp2(new_net())
     for odd, words in (
-        ({"dtype": "bfloat16"}, "not 'bfloat16'"),
+        ({"dtype": "bf16"}, "not 'bf16' (did you mean torch.bfloat16?)"),
         ({"bucket_bytes": None}, "not None"),
         ({"bucket_bytes": float("nan")}, "not nan"),
         ({"keep_dtype": None}, "not None"),
@@ -246,6 +254,29 @@ class _Counting(nn.Module):
 
 _FUNCTIONS: list[Callable[..., Any]] = [full_tensors, full_state_dict, weights_info]
 _of_each_function = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        *[(word, "torch.bfloat16") for word in ("bf16", "BF16", "bfloat16", "torch.bfloat16")],
+        *[(word, "torch.float16") for word in ("fp16", "f16", "float16", "half")],
+        *[(word, "torch.float32") for word in ("fp32", "float")],
+        ("fp8_e4m3", "torch.float8_e4m3fn"),
+    ],
+)
+def test_a_dtype_that_is_a_word_is_refused_with_the_dtype(word: str, meant: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        weights_info(nn.Linear(1, 1), dtype=word)  # type: ignore[arg-type]
+    assert str(raised.value) == f"dtype must be a torch.dtype, not {word!r} (did you mean {meant}?)"
+
+
+@pytest.mark.parametrize("word", ["", "auto", "fp8", "nn", 16, float])
+def test_what_no_dtype_resembles_is_refused_without_a_suggestion(word: Any) -> None:
+    for call in (lambda: weights_info(nn.Linear(1, 1), dtype=word), lambda: fingerprint_checkpoint("none", dtype=word)):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == f"dtype must be a torch.dtype, not {word!r}"
 
 
 @_of_each_function

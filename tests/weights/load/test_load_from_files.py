@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from support.extraction import EVEN, UNEVEN, Tensors, assert_same, extracted, fsdp1, fsdp2, new_net, raises_soon
 from support.loading import BUCKET_BYTES, everywhere, filled_in_place, on_first, on_four, other_tensors
-from support.ranks import device_type, this_rank
+from support.ranks import device_type, this_rank, together
 from support.training import shared_directory
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -117,6 +117,7 @@ def _of_another_model(path: pathlib.Path) -> None:
 SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "truncated": (_truncate, "is truncated"),
     "of another model": (_of_another_model, "has 1 tensor that the model does not have: transformer.wte.weight"),
+    "of torch.save": (lambda path: torch.save(other_tensors(), path), "is a zip file, as of torch.save"),
     "no safetensors": (lambda path: path.write_bytes(b"no" * 99) and None, "is not a safetensors file"),
 }
 
@@ -141,9 +142,14 @@ def test_a_file_that_one_rank_has_is_an_error_on_every_rank() -> None:
     before = extracted(model)
     with _files(other_tensors()) as places:
         method = places["file"] if this_rank() == 0 else places["file"].with_name("elsewhere.safetensors")
-        kind = LoadError if this_rank() == 0 else (FileNotFoundError, LoadError)
-        with raises_soon(kind, "elsewhere.safetensors"):
+        with raises_soon(LoadError, "there is no file or directory", "elsewhere.safetensors", "written nothing"):
             load_full_tensors(model, method)
+        together()
+        absent = places["file"].with_name("absent")
+        for source in (absent, on_first(absent)):
+            with raises_soon(LoadError, "there is no file or directory", str(absent), "written nothing"):
+                load_full_tensors(model, source)
+            together()
     assert_same(extracted(model), before)
 
 

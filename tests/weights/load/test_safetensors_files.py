@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pathlib
+import pickle
 import struct
 from typing import Any
 
@@ -41,7 +42,8 @@ def _in_a_mebibyte(garbage: bytes) -> bytes:
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is not a safetensors file"),
     "a few bytes": (b"\x01\x02", "is not a safetensors file"),
-    "a pickle": (b"PK\x03\x04" + bytes(100), "is truncated, or not a safetensors file"),
+    "a zip file": (b"PK\x03\x04" + bytes(100), "is a zip file, as of torch.save, not a safetensors file: read"),
+    "a pickle": (pickle.dumps([1]), "is a pickle, as of torch.save before torch 1.6, not a safetensors file: read"),
     "text": (b"Once upon a time there was a file", "is not a safetensors file"),
     "a header that ends early": (_header(_entry())[:20], "is truncated, or no"),
     "no JSON": (struct.pack("<Q", 4) + b"{abc", "is not JSON"),
@@ -73,6 +75,37 @@ def test_a_broken_file_is_refused_with_its_path_and_the_reason(name: str, tmp_pa
         SafetensorsFile(path)
     assert message in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_the_advice_for_a_file_of_torch_save_reads_it(is_zip: bool, tmp_path: pathlib.Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pth", _use_new_zipfile_serialization=is_zip)
+    advice = 'torch.load(file, map_location="cpu", mmap=True, weights_only=True), without mmap if they are older'
+    for path in (tmp_path / "model.pth", tmp_path):
+        with pytest.raises(LoadError, match=r"model\.pth") as raised:
+            open_files(path)
+        assert advice in str(raised.value)
+    state = torch.load(
+        tmp_path / "model.pth", map_location="cpu", weights_only=True, **({"mmap": True} if is_zip else {})
+    )
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+def test_a_safetensors_file_that_begins_as_a_zip_file_is_read(tmp_path: pathlib.Path) -> None:
+    header = json.dumps(_entry()).encode()
+    length = int.from_bytes(b"PK\x03\x04", "little")
+    with (tmp_path / "w.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", length) + header)
+        file.write(b" " * (length - len(header)) + bytes(16))
+    assert list(SafetensorsFile(tmp_path / "w.safetensors").tensors) == ["w"]
+
+
+@pytest.mark.parametrize("name", ["absent", "absent/w.safetensors", "file/w.safetensors", "long" * 100])
+def test_a_path_that_cannot_be_opened_is_a_load_error(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LoadError, match=r"there is no file or directory|cannot be opened") as raised:
+        open_files(tmp_path / name)
+    assert str(tmp_path / name) in str(raised.value)
 
 
 def test_a_pipe_or_a_directory_is_refused_without_waiting(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -9,6 +10,7 @@ import os
 import pathlib
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,7 +26,7 @@ from support.ranks import this_rank, together, world_size
 from support.saving import new_directory
 from torch import nn
 
-from fsdp_doctor import SaveError, save_full_tensors
+from fsdp_doctor import LoadError, SaveError, load_full_tensors, save_full_tensors, save_optimizer_state
 from fsdp_doctor.checkpoints.verification import verify
 from fsdp_doctor.weights.save.writing import Writer
 
@@ -88,6 +90,31 @@ def test_differing_or_invalid_arguments_are_refused_before_anything_is_made() ->
             with raises_soon(SaveError, "cannot be made"):
                 save_full_tensors(model, place, names="model")
             together()
+
+
+@everywhere
+def test_an_empty_path_is_refused_on_every_rank() -> None:
+    model, _ = sharded_net()
+    optimizer = torch.optim.SGD(p for p in model.parameters() if p.requires_grad)
+    calls: list[tuple[type[Exception], Any, Callable[[Any], object]]] = [
+        (SaveError, ".", lambda path: save_full_tensors(model, path, names="model")),
+        (SaveError, ".", lambda path: save_optimizer_state(model, optimizer, path)),
+        (LoadError, None, lambda path: load_full_tensors(model, path)),
+    ]
+    with new_directory() as directory:
+        if this_rank() == 0:
+            directory.mkdir()
+        together()
+        with contextlib.chdir(directory) if sys.version_info >= (3, 11) else contextlib.nullcontext():
+            for kind, valid, call in calls:
+                with raises_soon(ValueError, "the path is empty"):
+                    call("")
+                together()
+                with raises_soon(ValueError if this_rank() == 0 else kind, "the path is empty"):
+                    call("" if this_rank() == 0 else valid)
+                together()
+        assert not contents(directory)
+        together()
 
 
 @everywhere

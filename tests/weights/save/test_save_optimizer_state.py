@@ -282,3 +282,36 @@ def test_what_cannot_be_saved_is_refused_on_every_rank() -> None:
         save_optimizer_state(model, optimizer, directory)
         with raises_soon(SaveError, "already has optimizer.pt"):
             save_optimizer_state(model, optimizer, directory)
+
+
+@everywhere
+def test_the_remedy_for_a_model_that_is_not_sharded_saves_what_loads() -> None:
+    whole = all_trainable(new_net(**_DIMS)).to(this_device())
+    optimizer = adamw(whole)
+    step(whole, optimizer, 1)
+    with new_directory() as directory:
+        with raises_soon(SaveError, "not sharded: on one rank, save with torch.save what", "get_optimizer_state_dict"):
+            save_optimizer_state(whole, optimizer, directory)
+        together()
+        if this_rank() == 0:
+            directory.mkdir()
+            torch.save(get_optimizer_state_dict(whole, optimizer), directory / "optimizer.pt")
+        together()
+        saved = torch.load(directory / "optimizer.pt", weights_only=True)
+    model = fsdp2(all_trainable(new_net(**_DIMS)))
+    other = adamw(model)
+    load_optimizer_state(model, other, saved)
+    assert_same(full_state_of(model, other), saved)
+
+
+@everywhere
+def test_the_remedy_for_a_load_that_is_not_sharded_loads() -> None:
+    model, optimizer = trained(BUILDS["rows"])
+    saved = full_state_of(model, optimizer)
+    whole = new_net(**_DIMS).to(this_device())
+    other = adamw(whole)
+    with raises_soon(LoadError, "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"):
+        load_optimizer_state(whole, other, saved)
+    together()
+    set_optimizer_state_dict(whole, other, saved)
+    assert len(other.state_dict()["state"]) == len(saved["state"])
