@@ -1,7 +1,8 @@
 """Finds one setting to change in a configuration file so that no known problem remains.
 
-If no single change removes every problem, a setting that the remedy of a known failure names is changed. Candidates are not chosen by rules: each setting that a finding names is changed in turn, and the result is checked
-again. Everything else in the file stays unchanged.
+If no single change removes every problem, a setting that the remedy of a known failure names is changed. Candidates are
+not chosen by rules: each setting that a finding names is changed in turn, and the result is checked again. Everything
+else in the file stays unchanged.
 """
 
 from __future__ import annotations
