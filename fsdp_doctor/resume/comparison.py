@@ -48,6 +48,7 @@ ResumeSymptom: TypeAlias = Literal[
     "weights-of-no-step",
     "frozen-weights",
     "state-missing",
+    "state-not-loaded",
     "state-of-a-dummy-step",
     "step-counters",
     "state-of-another-step",
@@ -228,7 +229,13 @@ class RankComparison:
         missing = [name for name in having if not begun.get(name)]
         if missing:
             text = f"{len(missing)} of {len(having)} parameters have no optimizer state"
-            yield _make("optimizer", "state-missing", missing, text)
+            # The group of a parameter is named "optimizer 0 group 1".
+            optimizers = {self._begun.groups[name].split()[1] for name in missing if name in self._begun.groups}
+            if optimizers and optimizers <= {str(which) for which in self._begun.not_loaded}:
+                text += ", and the resumed run did not call load_state_dict of their optimizer"
+                yield _make("optimizer", "state-not-loaded", missing, text)
+            else:
+                yield _make("optimizer", "state-missing", missing, text)
         wrong = [name for name in having if name not in missing and expected[name] != begun[name]]
         if not wrong:
             return
