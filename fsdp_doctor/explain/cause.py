@@ -17,6 +17,7 @@ from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.places import JobCall, find_call
+from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.versions import VersionReader
@@ -292,6 +293,8 @@ class _Logs:
         self._truncated: list[str] = []
         self._killed_for_memory = ""
         self._symptom: Reading | None = None
+        self._prose: Reading | None = None
+        self._told = ""
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
@@ -299,6 +302,7 @@ class _Logs:
             return
         log = LogInput(path)
         reader, summaries, symptoms = ExceptionReader(log.name), SummaryReader(), SymptomReader(log.name)
+        prose = ProseReader(log.name)
         for piece in log.read_pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
                 lines = zip(piece.numbers, piece.lines, strict=True)
@@ -307,12 +311,15 @@ class _Logs:
             self._add(reader.read(piece))
             summaries.read(piece)
             symptoms.read(piece)
+            prose.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
             self._versions.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
         self._symptom = self._symptom or symptoms.end()
+        self._prose = self._prose or prose.end() or symptoms.told
+        self._told = self._told or prose.text
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -388,15 +395,17 @@ class _Logs:
         if showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
         if cause is None:
-            return self._symptom
+            return self._symptom or self._prose
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions, self._find_call(cause))
+        reading = read_failure(cause.first, versions, self._find_call(cause), self._told)
+        # What a person says of another library's failure may be about anything.
+        symptom = self._symptom or (self._prose if about_fsdp and not matches else None)
         if reading is None:
-            reading = self._symptom
-        elif reading.vague and self._symptom is not None:
-            reading = replace(self._symptom, who=reading.who, when=reading.when, called=reading.called)
+            reading = symptom
+        elif reading.vague and symptom is not None:
+            reading = replace(symptom, who=reading.who, when=reading.when, called=reading.called)
         if reading is None or reading.decide or not about_fsdp or showing == "cut":
             return reading
         if not _OF_OPERANDS.search(cause.first.text):

@@ -15,6 +15,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# A shard of a weight has at least so many elements; and so many times as many ranks may be in one of two jobs.
+_FEWEST_OF_A_SHARD = 4_096
+_RANKS = (2, 1_024)
+
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way in which two facts of a job contradict each other. ``mechanisms.toml`` explains the fields."""
@@ -25,6 +29,10 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symptom: bool = False
     alone: bool = False
     vague: bool = False
+    told: bool = False
+    subjects: tuple[str, ...] = ()
+    place: re.Pattern[str] | None = None
+    ratio: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +74,18 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
     a, b = facts.get("a", ""), facts.get("b", "")
     if a.isdecimal() and b.isdecimal():
         facts["difference"] = str(abs(int(a) - int(b)))
+        facts["ratio"] = _find_ratio(int(a), int(b))
+    if mechanism.ratio and not facts.get("ratio"):
+        return None
     return mechanism.clash.format_map(facts), mechanism.decide.format_map(facts)
+
+
+def _find_ratio(a: int, b: int) -> str:
+    """Returns how many times the smaller number is in the larger one, with at most one padding element for each; empty
+    if no number of ranks would explain the two.
+    """
+    small, large = sorted((a, b))
+    if small < _FEWEST_OF_A_SHARD:
+        return ""
+    times = round(large / small)
+    return str(times) if _RANKS[0] <= times <= _RANKS[1] and abs(large - times * small) <= times else ""

@@ -123,6 +123,7 @@ class SymptomReader:
     def __init__(self, file: str) -> None:
         self._file = file
         self.found: Reading | None = None
+        self.told: Reading | None = None
         self._before: dict[str, tuple[float, int]] = {}
         self._changed: tuple[int, str] | None = None
         self._told_load = False
@@ -183,7 +184,11 @@ class SymptomReader:
         if may_be_alone or is_symptom:
             for mechanism in read_mechanisms():
                 is_meant = mechanism.symptom or (mechanism.alone and may_be_alone)
-                if is_meant and (found := apply_mechanism(mechanism, line.text)):
+                if not is_meant or (found := apply_mechanism(mechanism, line.text)) is None:
+                    continue
+                if mechanism.told:
+                    self.told = self.told or self._make_reading(*found, number)
+                else:
                     self._find(*found, number)
 
     def _read_figures(self, number: int, raw: str) -> None:
@@ -343,9 +348,11 @@ class SymptomReader:
             self._find(*found, *([self._keys[1]] if self._keys else []), number)
 
     def _find(self, clash: str, decide: str, *numbers: int) -> None:
-        self.found = self.found or Reading(
-            clash=clash, decide=decide, lines=tuple(f"{self._file}, line {at}" for at in dict.fromkeys(numbers))
-        )
+        self.found = self.found or self._make_reading(clash, decide, *numbers)
+
+    def _make_reading(self, clash: str, decide: str, *numbers: int) -> Reading:
+        lines = tuple(f"{self._file}, line {at}" for at in dict.fromkeys(numbers))
+        return Reading(clash=clash, decide=decide, lines=lines)
 
 
 def _name_rank(text: str, source: str) -> str:
