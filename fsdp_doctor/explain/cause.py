@@ -57,6 +57,8 @@ _FSDP = re.compile(
     r"|torch\.distributed\.(?:checkpoint|tensor)|checkpoint state_dict|CheckpointException|\.distcp\b"
     r"|SHARDED_STATE_DICT|cross-mesh|[Dd]evice ?[Mm]esh|_extra_state"
 )
+_OTHER_SHARDING = "another library's sharding (DeepSpeed, Megatron, fairscale, XLA)"
+_OF_DTENSORS = re.compile(r"to_local\b|full_tensor|DTensor|FSDP|fully_shard")
 # Failures that are raised wherever the program happens to be, so that the traceback says nothing: a kernel fails later
 # than it is launched, and every write to a full disk fails.
 _ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
@@ -360,6 +362,9 @@ class _Logs:
         about_fsdp = cause is not None and self._is_about_fsdp(cause)
         text = cause.first.text if cause is not None and is_failure else ""
         foreign = _find_foreign_cause(cause.first) if cause is not None and is_failure and not about_fsdp else ""
+        # Another library's sharding may be built on torch's, as another exception of the same log shows.
+        if foreign == _OTHER_SHARDING and any(_OF_DTENSORS.search(group.first.text) for group in groups):
+            foreign = ""
         return Explanation(
             showing=showing,
             cause=cause,

@@ -16,8 +16,8 @@ else:
     import tomli as tomllib
 
 # A shard of a weight has at least so many elements; and so many times as many ranks may be in one of two jobs.
-_FEWEST_OF_A_SHARD = 4_096
-_RANKS = (2, 1_024)
+_FEWEST_OF_A_SHARD = 16_384
+_RANKS = (2, 512)
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
     match = next((match for pattern in mechanism.shown if (match := pattern.search(text))), None)
     if match is None:
         return None
-    facts = {name: value or "" for name, value in match.groupdict().items()}
+    facts = {name: (value or "").strip() for name, value in match.groupdict().items()}
     a, b = facts.get("a", ""), facts.get("b", "")
     if a.isdecimal() and b.isdecimal():
         facts["difference"] = str(abs(int(a) - int(b)))
