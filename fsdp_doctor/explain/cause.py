@@ -18,7 +18,7 @@ from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.places import JobCall, find_call
 from fsdp_doctor.explain.prose import ProseReader
-from fsdp_doctor.explain.reading import read_failure, read_version_clash
+from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
@@ -44,6 +44,8 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+# A message of fewer words says little of a failure.
+_FEWEST_WORDS = 3
 # In how many exceptions of a group the line of the job that led there is looked for.
 _MAX_CALLS = 16
 _SUMMARY_HEADING = "Root Cause (first observed failure)"
@@ -411,6 +413,9 @@ class _Logs:
             reading = symptom
         elif reading.vague and symptom is not None:
             reading = replace(symptom, who=reading.who, when=reading.when, called=reading.called)
+        if not matches and (reading is None or not reading.clash or len(cause.first.message.split()) < _FEWEST_WORDS):
+            others = (group.first for group in self._groups.values() if group is not cause and not group.consequence)
+            reading = read_other_failure(others, self._told) or reading
         if reading is None or reading.decide or not about_fsdp or showing == "cut":
             return reading
         if not _OF_OPERANDS.search(cause.first.text):

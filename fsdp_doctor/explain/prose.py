@@ -47,8 +47,8 @@ _SENTENCE = re.compile(r"(?<=[.!?])[\"')]?\s+(?=[\"'(`A-Z0-9])|\n")
 _ABOUT = re.compile(
     r"(?i)fsdp|fully[_ ]?shard|dtensor|\bshard\w*|\bdcp\b|\branks?\b|\bgpus\b|\bcheckpoints?\b|state[_ ]dict|\bZeRO\b"
     r"|\bHSDP\b|deepspeed|megatron|\bv-?llm\b|sglang|rollouts?|\blora\b|adapter|accelerate|torchtitan|torchtune"
-    r"|\bresum\w+|distributed|re-?shard|un-?shard|all-?gather|collectives?\b|offload|\bmerged? (?:the )?model|\bmerging\b"
-    r"|lightning|\bengines?\b|update_weights|sync\w* (?:the )?weights|multi[- ](?:gpu|node)|optimi[sz]er"
+    r"|\bresum\w+|distributed|re-?shard|un-?shard|all-?gather|collectives?\b|offload|\bmerged? (?:the )?model"
+    r"|\bmerging\b|lightning|\bengines?\b|update_weights|sync\w* (?:the )?weights|multi[- ](?:gpu|node)|optimi[sz]er"
     r"|(?:two|four|eight|several|\d+) (?:gpus|nodes|processes)"
 )
 # Up to 60 characters of the same sentence; a full stop within a name does not end it.
@@ -167,7 +167,7 @@ def _expand(pattern: str) -> str:
     words = _read_tables().words
     expanded = pattern
     while _WORDS.search(expanded):
-        expanded = _WORDS.sub(lambda match: words[match[1]], expanded)
+        expanded = _WORDS.sub(lambda match: rf"\b{words[match[1]]}(?!\w)", expanded)
     return expanded.replace("~", _GAP)
 
 

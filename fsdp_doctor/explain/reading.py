@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
-from fsdp_doctor.explain.places import JobCall, find_when, find_who
+from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
@@ -39,14 +39,32 @@ def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | Non
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
         return *found, False
+    if mechanism_found := _read_mechanism(raised, text, told):
+        return mechanism_found
+    if found := read_refusal(raised, call):
+        return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
+    return "", "", True
+
+
+def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:
+    """Returns what the first mechanism says that the message shows; None if it shows none."""
     for mechanism in read_mechanisms():
         if mechanism.symptom or not _is_placed(mechanism, raised):
             continue
         if found := apply_mechanism(mechanism, text):
             return *_add_circumstances(*found, mechanism.subjects, raised, told), mechanism.vague
-    if found := read_refusal(raised, call):
-        return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
-    return "", "", True
+    return None
+
+
+def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
+    """Returns the facts about the first of other exceptions in the log whose message shows a mechanism."""
+    for raised in others:
+        found = _read_mechanism(raised, " ".join((*raised.text.split(), raised.asserted)), told)
+        if found and not found[2]:
+            place = f"{raised.file}, line {raised.line}"
+            clash = f"another exception of the log says more ({shorten(raised.text)}): {found[0]}"
+            return Reading(clash=clash, decide=found[1], who=find_who(raised.frames), lines=(place,))
+    return None
 
 
 def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
