@@ -61,7 +61,8 @@ _NAMED_FUNCTION = re.compile(
 _ATTRIBUTE = re.compile(r"^AttributeError: '(?P<owner>\w+)' object has no attribute '(?P<name>\w+)'")
 _FSDP1_NAMES = frozenset({
     *("_fsdp_wrapped_module", "_flat_param", "_handle", "flat_param", "summon_full_params", "no_sync", "module"),
-    *("clip_grad_norm_", "set_state_dict_type", "optim_state_dict", "sharded_optim_state_dict", "full_optim_state_dict"),
+    *("clip_grad_norm_", "set_state_dict_type", "optim_state_dict", "sharded_optim_state_dict"),
+    "full_optim_state_dict",
 })  # fmt: skip
 
 
