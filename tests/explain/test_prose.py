@@ -31,11 +31,12 @@ def _read(tmp_path: pathlib.Path, *lines: str) -> Reading:
         ("Under fully_shard the safetensors file is only 40 MB, the model has 7B parameters.",
          "less than the model", "flat and empty tensors"),
         ("Each checkpoint takes 26 GB instead of 13 GB since we use FSDP.", "larger than what was trained", "dtypes"),
-        ("With FSDP the merged model only writes gibberish.", "after a merge or conversion, the model's output is nonsense",
-         "checkpoint diff GOOD DIR"),
+        ("With FSDP the merged model only writes gibberish.",
+         "after a merge or conversion, the model's output is nonsense", "checkpoint diff GOOD DIR"),
         ("On 16 ranks the run hangs when it saves.", "after a save, the job does not go on", "py-spy dump"),
         ("After every save the GPU memory of all ranks grows by 3 GB.", "after a save, memory grows", "memory measure"),
-        ("vLLM still answers with the old weights after update_weights.", "trainer and engine do not agree", "fingerprint"),
+        ("vLLM still answers with the old weights after update_weights.", "trainer and engine do not agree",
+         "fingerprint"),
         ("With FSDP the LoRA has no effect: the answers are identical to those of the base model.",
          "like the one before the training", "checkpoint verify ADAPTER"),
         ("The optimizer state is lost when we resume on another number of GPUs.", "besides the weights",
@@ -45,7 +46,8 @@ def _read(tmp_path: pathlib.Path, *lines: str) -> Reading:
         ("The weights never change under FSDP2, whatever the learning rate is.", "does not change the weights",
          "examine(model, optimizer)"),
         ("fully_shard breaks the tie of lm_head and the embedding.", "no longer one tensor", "tie_weights"),
-        ("The setting use_orig_params has no effect in our FSDP run.", "a setting has no effect", "fsdp-doctor check CONFIG"),
+        ("The setting use_orig_params has no effect in our FSDP run.", "a setting has no effect",
+         "fsdp-doctor check CONFIG"),
     ],
 )  # fmt: skip
 def test_what_people_see_is_read_with_the_event_and_the_command(
@@ -105,7 +107,8 @@ def test_a_question_or_a_good_run_is_no_symptom(tmp_path: pathlib.Path, told: st
 
 
 def test_a_word_inside_of_another_word_is_not_read(tmp_path: pathlib.Path) -> None:
-    assert explained(tmp_path, "With FSDP we changed the semantics of the shanghai branch after a save.").reading is None
+    told = "With FSDP we changed the semantics of the shanghai branch after a save."
+    assert explained(tmp_path, told).reading is None
 
 
 def test_every_pattern_of_the_tables_compiles_and_names_what_exists() -> None:
