@@ -23,6 +23,8 @@ _OF_TENSORS = re.compile(
 _LOOKUPS = frozenset({"KeyError", "IndexError", "AttributeError", "StopIteration"})
 # Phases that a job is in: what fails below them is a state, and not the argument of the call.
 _PHASES = re.compile(r"^(?:forward|backward|step|training_step|_call_impl|fit|train|_?engine_run_backward|zero_grad)$")
+# Parts of torch that check the tensors of a model, which `examine` lists.
+_OF_SHARDED = ("torch's FSDP1", "torch's FSDP2", "torch's DTensor", "torch's tensor parallelism")
 # So many frames below its caller a function still checks the arguments of the call.
 _MAX_DEPTH = 8
 # So many frames below it the message may name an argument that the call left at its default.
@@ -59,6 +61,7 @@ _NAMED_FUNCTION = re.compile(
     r"(?=\(|`| (?:does|do|is|can|only|must|expects|requires|should))"
 )
 _ATTRIBUTE = re.compile(r"^AttributeError: '(?P<owner>\w+)' object has no attribute '(?P<name>\w+)'")
+_DTENSOR_NAMES = frozenset({"to_local", "full_tensor", "redistribute", "placements", "device_mesh", "from_local"})
 _FSDP1_NAMES = frozenset({
     *("_fsdp_wrapped_module", "_flat_param", "_handle", "flat_param", "summon_full_params", "no_sync", "module"),
     *("clip_grad_norm_", "set_state_dict_type", "optim_state_dict", "sharded_optim_state_dict"),
@@ -72,7 +75,7 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
     inside = None if match else _INSIDE.match(raised.text)
     if match is not None:
         owner, name = match["owner"].split(".", 1)[0], f"{match['owner']}.{match['name']}"
-    elif inside is not None and inside["name"] not in _FSDP1_NAMES:
+    elif inside is not None and inside["name"] not in _FSDP1_NAMES and not _is_of_wrapped_class(inside):
         owner, name = "torch", f"{inside['owner']}.{inside['name']}"
     elif (
         raised.frames
@@ -98,6 +101,11 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
     asker = _name_asker(package, versions, asking)
     clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
     return clash, _decide_versions(package, owner)
+
+
+def _is_of_wrapped_class(asked: re.Match[str]) -> bool:
+    """Returns whether a DTensor is asked for a name that belongs to the class of the tensor inside of it."""
+    return asked["owner"] == "DTensor" and not asked["name"].startswith("_") and asked["name"] not in _DTENSOR_NAMES
 
 
 def _name_with_version(package: str, versions: Mapping[str, str]) -> str:
@@ -155,7 +163,10 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     named = f"the argument `{argument}`" if argument else "the call"
     clash = f"`{function}` refuses {named}: {said}" if said else f"`{function}` refuses {named}"
     asked = f"Which value has `{argument}`" if argument else f"Which arguments does `{function}` get"
-    return clash, f"{asked} in {where}? Compare it with what the message asks for."
+    examine = ""
+    if find_who(raised.frames) in _OF_SHARDED:
+        examine = " `fsdp_doctor.examine(model)` right before it lists units, dtypes, devices and meshes."
+    return clash, f"{asked} in {where}? Compare it with what the message asks for.{examine}"
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
