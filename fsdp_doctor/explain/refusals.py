@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.places import JobCall, find_function, find_package, find_who, shorten
+from fsdp_doctor.explain.versions import find_package as find_distribution
 
 _DELIBERATE = re.compile(r"(?:raise\b|assert\b|_?p_assert\(|torch\._check|self\._fail|fail\()")
 _OF_CHECKS = frozenset(
@@ -54,6 +55,13 @@ _SIGNATURE = re.compile(
     r"missing \d+ required (?:positional|keyword-only) arguments?: .{1,80}"
     r"|takes .{0,30}positional arguments? but .{1,40})"
 )
+# A release that a package or a feature asks for.
+_REQUIRED = re.compile(
+    r"(?P<what>[\w`'\" -]{2,60}?) (?:requires|needs|depends on|is only (?:available|supported) (?:with|in|from|for))"
+    r" (?P<owner>pytorch|torch|transformers|accelerate|peft|trl|vllm|torchao|bitsandbytes|triton|torchdata|deepspeed)\b"
+    r"(?: version)? ?(?P<release>(?:>=|>|==|=|<=|<|~=)? ?v?\d[\w.+-]*\w)",
+    re.IGNORECASE,
+)
 # Functions of torch whose name in a message says who refused, where the log has no traceback.
 _NAMED_FUNCTION = re.compile(
     r"\b(?:fully_shard|init_device_mesh|distribute_(?:tensor|module)|parallelize_module|replicate|clip_grad_norm_"
@@ -71,6 +79,8 @@ _FSDP1_NAMES = frozenset({
 
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
     """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
+    if required := _REQUIRED.search(raised.message):
+        return _read_required(required, versions)
     match = next((match for pattern in _IMPORTED if (match := pattern.match(raised.text))), None)
     inside = None if match else _INSIDE.match(raised.text)
     if match is not None:
@@ -101,6 +111,16 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
     asker = _name_asker(package, versions, asking)
     clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
     return clash, _decide_versions(package, owner)
+
+
+def _read_required(required: re.Match[str], versions: Mapping[str, str]) -> tuple[str, str]:
+    owner = find_distribution(required["owner"])
+    what, release = required["what"].strip(), required["release"].strip()
+    clash = f"{what} needs {owner} {release}, and {_name_with_version(owner, versions)} is another"
+    return clash, (
+        f"Which version of {owner} is installed? `fsdp-doctor env` prints it: install {owner} {release}, or a release "
+        "of the caller that fits the installed one."
+    )
 
 
 def _is_of_wrapped_class(asked: re.Match[str]) -> bool:
