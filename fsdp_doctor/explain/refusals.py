@@ -235,6 +235,13 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tup
     )
     code = raised.code_of.get(asking, "")
     asked = f" (`{shorten(code)}`)" if code else ""
+    if owner == "NoneType":
+        inside = find_function(asking)
+        return (
+            f"a value that `{inside}` takes for an object is None: it is asked for {name}{asked}",
+            f"Which step should have set it: a load, a wrap, a setting, another rank's part? The call is {call.where}; "
+            "print the value there on every rank.",
+        )
     return (
         f"{find_package(asking) or 'the job'} asks an object of the class {owner} for {name}{asked}, which it does "
         "not have",
