@@ -64,6 +64,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     phrase: str
     shown: tuple[str, ...]
+    minor: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,17 +207,19 @@ def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str])
     events = [event for event in _read_tables().event if event.name in allowed]
     near = [*sentences[:at][::-1], *sentences[at + 1 :]]
     for group in ([sentences[at]], near):
-        gaps = {
-            event.name: min((_measure_gap(event, sentence.text) for sentence in group), default=_FAR)
-            for event in events
-        }
-        nearest = min(events, key=lambda event: gaps[event.name], default=None)
-        if nearest is not None and gaps[nearest.name] < _FAR:
-            return nearest
-        for event in events:
-            if any(_shows(event.shown, sentence.text) for sentence in group):
-                return event
+        for is_minor in (False, True):
+            if found := _find_nearest([event for event in events if event.minor == is_minor], group):
+                return found
     return None
+
+
+def _find_nearest(events: Sequence[Event], sentences: Sequence[_Sentence]) -> Event | None:
+    """Finds the event whose words are nearest to a word such as "after"; else the first that has any words there."""
+    gaps = [min((_measure_gap(event, sentence.text) for sentence in sentences), default=_FAR) for event in events]
+    if min(gaps, default=_FAR) < _FAR:
+        return events[gaps.index(min(gaps))]
+    texts = [sentence.text for sentence in sentences]
+    return next((event for event in events if any(_shows(event.shown, text) for text in texts)), None)
 
 
 def _measure_gap(event: Event, text: str) -> int:
