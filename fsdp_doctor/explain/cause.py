@@ -20,6 +20,7 @@ from fsdp_doctor.explain.places import JobCall, find_call
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
+from fsdp_doctor.explain.topics import find_topic
 from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
@@ -75,11 +76,8 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 
-_ASK_FOR_TENSORS = (
-    "Which tensors did the failing call get? Run `fsdp_doctor.examine(model, optimizer)` right before the call."
-)
-# An operation that was given the wrong tensors; another exception is not explained by those.
-_OF_OPERANDS = re.compile(r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|gradients?|elements?)\b")
+# A command or a function of this program.
+_COMMAND = re.compile(r"fsdp[-_]doctor|py-spy|set_checkpoint_debug_enabled|torch\.no_grad")
 _FOREIGN = _load_kinds("foreign")
 _FSDP_FRAME = re.compile(r"\btorch/distributed/(?:_composable/)?fsdp/")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
@@ -416,11 +414,19 @@ class _Logs:
         if not matches and (reading is None or not reading.clash or len(cause.first.message.split()) < _FEWEST_WORDS):
             others = (group.first for group in self._groups.values() if group is not cause and not group.consequence)
             reading = read_other_failure(others, self._told) or reading
-        if reading is None or reading.decide or not about_fsdp or showing == "cut":
+        if not about_fsdp or showing == "cut" or any(match.grade == "likely" for match in matches):
             return reading
-        if not _OF_OPERANDS.search(cause.first.text):
+        return self._add_command(reading, cause.first)
+
+    def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
+        """Adds the command that says more of what the message is about, if the reading names none."""
+        topic = find_topic(raised.text)
+        if topic is None or (reading is not None and reading.clash and _COMMAND.search(reading.decide)):
             return reading
-        return replace(reading, decide=_ASK_FOR_TENSORS)
+        if reading is None:
+            reading = Reading(clash="", decide="", lines=(f"{raised.file}, line {raised.line}",))
+        clash = reading.clash or f"the message is about {topic.noun}"
+        return replace(reading, clash=clash, decide=f"{reading.decide} {topic.decide}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
         """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""

@@ -150,14 +150,6 @@ def test_a_message_without_a_traceback_says_its_kind(
     assert decide in reading.decide
 
 
-def test_an_impossible_allocation_is_no_lack_of_memory(tmp_path: pathlib.Path) -> None:
-    frame = f'  File "{_SITE}/torch/distributed/fsdp/_state_dict_utils.py", line 9, in _sharded_state_dict'
-    raised = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}."
-    impossible = explained(tmp_path, BEGIN, frame, raised.format("more than 1EB memory"))
-    assert [match.entry.id for match in impossible.matches] == []
-    assert explained(tmp_path, BEGIN, frame, raised.format("20.00 GiB")).matches != ()
-
-
 def test_a_name_is_missing_at_the_engine_only_below_its_frames(tmp_path: pathlib.Path) -> None:
     raised = "KeyError: 'tower.proj.weight'"
     engine = f'  File "{_SITE}/vllm/model_executor/models/toy.py", line 3, in load_weights'
