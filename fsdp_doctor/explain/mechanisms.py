@@ -15,8 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# A shard of a weight has at least so many elements; and so many times as many ranks may be in one of two jobs.
-_FEWEST_OF_A_SHARD = 16_384
+# So many times as many ranks may be in one of two jobs.
 _RANKS = (2, 512)
 
 
@@ -32,7 +31,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     told: bool = False
     subjects: tuple[str, ...] = ()
     place: re.Pattern[str] | None = None
-    ratio: bool = False
+    ratio: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +73,20 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
     a, b = facts.get("a", ""), facts.get("b", "")
     if a.isdecimal() and b.isdecimal():
         facts["difference"] = str(abs(int(a) - int(b)))
-        facts["ratio"] = _find_ratio(int(a), int(b))
+        facts["ratio"] = _find_ratio(int(a), int(b), mechanism.ratio) if mechanism.ratio else ""
     if mechanism.ratio and not facts.get("ratio"):
         return None
     return mechanism.clash.format_map(facts), mechanism.decide.format_map(facts)
 
 
-def _find_ratio(a: int, b: int) -> str:
+def _find_ratio(a: int, b: int, fewest: int) -> str:
     """Returns how many times the smaller number is in the larger one, with at most one padding element for each; empty
     if no number of ranks would explain the two.
+
+    fewest: the smallest shard that counts.
     """
     small, large = sorted((a, b))
-    if small < _FEWEST_OF_A_SHARD:
+    if small < fewest:
         return ""
     times = round(large / small)
     return str(times) if _RANKS[0] <= times <= _RANKS[1] and abs(large - times * small) <= times else ""

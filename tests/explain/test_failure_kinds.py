@@ -137,6 +137,14 @@ def test_other_sizes_are_no_number_of_ranks(tmp_path: pathlib.Path, a: int, b: i
          "a kernel of another library", "to_local()"),
         ("AssertionError: found no DeviceMesh from dtensor args for c10d.allreduce_.default!",
          "a collective of torch.distributed", "full_tensor()"),
+        ("RuntimeError: Tensors of the same index must be on the same device and the same dtype except `step`",
+         "not of one device and dtype", "examine(model, optimizer)"),
+        ("RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
+         "no tensor that is trained", "enable_input_require_grads"),
+        ("ValueError: Must be one of ['fp32', 'bf16'], got torch.half", "torch.half is no value", "in which form"),
+        ("AssertionError: No DTensor parameters in this model", "under FSDP1 or not wrapped", "examine(model)"),
+        ("RuntimeError: Function MmBackward0 returned an invalid gradient at index 1 - got [64] but expected shape "
+         "compatible with [8, 8]", "flat or divided in the other", "examine(model)"),
         ("AttributeError: 'DTensor' object has no attribute 'scales'", "the DTensor that wraps it", "to_local()"),
         ("RuntimeError: a weight update is already in progress", "two operations overlap", "wait for the end"),
         ("ValueError: Expected a cuda device, but got: cpu", "the device cpu", "set_device(local_rank)"),
@@ -148,6 +156,37 @@ def test_a_message_without_a_traceback_says_its_kind(
     reading = _read(tmp_path, "FSDP is on.", raised)
     assert clash in reading.clash
     assert decide in reading.decide
+
+
+@pytest.mark.parametrize(("a", "b", "ratio"), [(512, 2_048, 4), (96, 48, 2)])
+def test_the_optimizer_meets_a_shard_and_a_whole_tensor(tmp_path: pathlib.Path, a: int, b: int, ratio: int) -> None:
+    frame = f'  File "{_SITE}/toy_optimizers/fused.py", line 9, in step'
+    reading = _read(tmp_path, "fully_shard", BEGIN, frame, _describe_sizes(a, b))
+    assert f"one is {ratio} times the other" in reading.clash
+    assert "zeros_like(param)" in reading.decide
+
+
+@pytest.mark.parametrize(
+    ("message", "noun", "command"),
+    [
+        ("the placements are odd", "device mesh", "examine(model)"),
+        ("a param_group is odd", "the optimizer", "checkpoint verify"),
+        ("a safetensors file is odd", "files", "checkpoint verify DIR"),
+        ("the world_size is odd", "ranks", "py-spy dump"),
+    ],
+)
+def test_an_unknown_message_of_fsdp_still_names_a_command(
+    tmp_path: pathlib.Path, message: str, noun: str, command: str
+) -> None:
+    frame = f'  File "{_SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line 9, in _toy'
+    reading = _read(tmp_path, BEGIN, frame, f"KeyError: '{message}'")
+    assert noun in reading.clash
+    assert command in reading.decide
+
+
+def test_no_topic_is_found_in_a_failure_of_another_program(tmp_path: pathlib.Path) -> None:
+    reading = explained(tmp_path, "ValueError: the world_size of this game is odd").reading
+    assert reading is None or "fsdp" not in reading.decide
 
 
 def test_a_name_is_missing_at_the_engine_only_below_its_frames(tmp_path: pathlib.Path) -> None:
