@@ -58,7 +58,7 @@ _FAR = 1_000
 _STRONG = r"\b(?:after|when|while|during|once|upon|on|at|following|since|before|by|in|each|every)\b[^.;,!?\n]{0,25}?"
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that a job does. ``prose.toml`` explains the fields."""
 
     name: str
@@ -83,7 +83,7 @@ class Observation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     words: dict[str, str]
-    event: tuple[Event, ...]
+    event: tuple[JobEvent, ...]
     observation: tuple[Observation, ...]
 
 
@@ -132,7 +132,9 @@ class ProseReader:
                 return self._make_reading(observation, event, sentence, text)
         return None
 
-    def _make_reading(self, observation: Observation, event: Event | None, sentence: _Sentence, text: str) -> Reading:
+    def _make_reading(
+        self, observation: Observation, event: JobEvent | None, sentence: _Sentence, text: str
+    ) -> Reading:
         name = event.name if event is not None else ""
         names, causes = find_causes(
             text, [name if subject == "event" else subject for subject in observation.subjects or (observation.name,)]
@@ -199,7 +201,7 @@ def _split_joined(lines: Sequence[str], begin: int) -> Iterator[_Sentence]:
     return (_Sentence(text, begin) for text in _SENTENCE.split(" ".join(lines)) if text)
 
 
-def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str]) -> Event | None:
+def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str]) -> JobEvent | None:
     """Finds the event with which something was seen: in the sentence itself, before others in the ones next to it.
 
     "after a resume" says more than a mere word for it, and the more the nearer the two words are.
@@ -213,7 +215,7 @@ def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str])
     return None
 
 
-def _find_nearest(events: Sequence[Event], sentences: Sequence[_Sentence]) -> Event | None:
+def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) -> JobEvent | None:
     """Finds the event whose words are nearest to a word such as "after"; else the first that has any words there."""
     gaps = [min((_measure_gap(event, sentence.text) for sentence in sentences), default=_FAR) for event in events]
     if min(gaps, default=_FAR) < _FAR:
@@ -222,7 +224,7 @@ def _find_nearest(events: Sequence[Event], sentences: Sequence[_Sentence]) -> Ev
     return next((event for event in events if any(_shows(event.shown, text) for text in texts)), None)
 
 
-def _measure_gap(event: Event, text: str) -> int:
+def _measure_gap(event: JobEvent, text: str) -> int:
     """Measures how far the words for an event stand behind a word such as "after"; `_FAR` without one."""
     patterns = (compile_pattern(f"{_STRONG}(?P<event>{pattern})") for pattern in event.shown)
     matches = (match for pattern in patterns for match in pattern.finditer(text))
