@@ -36,7 +36,13 @@ _RECORD = re.compile(
     r"|\w(?:Error|Exception|Warning): "
 )
 _INDENTED = re.compile(r"(?: {4,}|\t)\S")
-_MARK = re.compile(r"^\s{0,3}(?:>\s?|[-*+]\s|#{1,6}\s|\d{1,2}[.)]\s)*")
+# A mark of Markdown, and the tags of an issue's title.
+_MARK = re.compile(
+    r"^\s{0,3}(?:>\s?|[-*+]\s|#{1,6}\s|\d{1,2}[.)]\s)*"
+    r"(?:\[(?!(?i:rank|info|warn|error|debug|default|pod|std|pid|global))[A-Za-z][\w .+-]{0,30}\]:?\s*)*"
+)
+# What should be, and not what is.
+_WISH = re.compile(r"(?i)\b(?:should|expect(?:ed|ing)?|would like|feature request|please add)\b")
 _WORD = re.compile(r"(?<![\w./=_-])[A-Za-z][a-z'-]*(?![\w/=_(\[])")
 _FUNCTION_WORDS = re.compile(
     r"(?i)\b(?:the|a|an|is|are|was|were|has|have|with|when|after|before|not|no|but|and|to|of|in|on|it|i|we|my|our|does"
@@ -122,14 +128,22 @@ class ProseReader:
         if not text or _ABOUT.search(text) is None:
             return None
         sentences = list(_split(self._lines))
+        for is_wish in (False, True):
+            meant = [at for at, sentence in enumerate(sentences) if bool(_WISH.search(sentence.text)) == is_wish]
+            if found := self._find_observation(sentences, meant, text):
+                return found
+        return None
+
+    def _find_observation(self, sentences: Sequence[_Sentence], meant: Sequence[int], text: str) -> Reading | None:
+        """Reads the first observation that one of the meant sentences shows."""
         for observation in _read_tables().observation:
-            for at, sentence in enumerate(sentences):
-                if not _shows(observation.shown, sentence.text):
+            for at in meant:
+                if not _shows(observation.shown, sentences[at].text):
                     continue
                 event = _find_event(sentences, at, observation.events)
                 if event is None and observation.needs_event:
                     continue
-                return self._make_reading(observation, event, sentence, text)
+                return self._make_reading(observation, event, sentences[at], text)
         return None
 
     def _make_reading(
@@ -149,7 +163,7 @@ class ProseReader:
 
 def is_prose(raw: str) -> bool:
     """Returns whether a line is a sentence, and not a record of a log, a frame, code or a table."""
-    if raw.count(" ") < _MIN_WORDS - 1 or _INDENTED.match(raw) or _NOT_PROSE.match(raw):
+    if raw.count(" ") < _MIN_WORDS - 1 or _INDENTED.match(raw):
         return False
     line = _MARK.sub("", raw, count=1)[:600]
     if _NOT_PROSE.match(line) or _RECORD.search(line):

@@ -98,6 +98,15 @@ def test_records_frames_and_code_are_no_prose(line: str) -> None:
     assert not is_prose(line)
 
 
+def test_the_title_of_an_issue_is_read(tmp_path: pathlib.Path) -> None:
+    assert "the job does not go on" in _read(tmp_path, "# [Bug] [FSDP2] the second save hangs on 16 ranks").clash
+
+
+def test_what_should_be_counts_less_than_what_is(tmp_path: pathlib.Path) -> None:
+    wish = "With FSDP the memory should not grow after a save."
+    assert "another dtype" in _read(tmp_path, wish, "The saved file is in float32 instead of bfloat16.").clash
+
+
 @pytest.mark.parametrize(
     "told",
     [
