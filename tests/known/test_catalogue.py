@@ -201,7 +201,6 @@ def test_a_code_beyond_the_last_is_refused_with_the_last() -> None:
         find_entry("FD9999")
 
 
-
 def test_the_fix_is_expected_to_fail_only_after_weights_are_lost() -> None:
     cases = select(Selection(level="full", methods=(FIX,)))
     expected = {entry.id for case in cases for entry in list_expected_failures(case, RunContext())}
