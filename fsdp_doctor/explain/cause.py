@@ -16,7 +16,7 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
-from fsdp_doctor.explain.places import JobCall, find_call
+from fsdp_doctor.explain.places import JobCall, find_call, find_package
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
@@ -520,7 +520,10 @@ def _find_foreign_cause(raised: Raised) -> str:
         return placed
     is_own = raised.type in _MISTAKES or raised.script
     is_of_tensors = _OF_TENSORS.search(f"{raised.text} {raised.asserted}")
-    return "the job's own code" if is_own and raised.frames and not is_of_tensors else ""
+    if not is_own or not raised.frames or is_of_tensors:
+        return ""
+    package = find_package(raised.frames[-1])
+    return f"the code of {package}" if package not in ("", "python", "torch") else "the job's own code"
 
 
 def _decide_showing(cause: Group | None, hang: Hang | None) -> Showing:

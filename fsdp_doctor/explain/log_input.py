@@ -57,7 +57,7 @@ _PREFIX = re.compile(
       # A viewer's line number, a container's label, pytest's mark.
     | \[\d{{1,9}}\][ ](?=\[rank\d)
     | [A-Za-z][\w.-]{{0,60}}-\d{{1,6}}[ ]{{1,20}}\|[ ]
-    | E[ ]{{3}}
+    | E(?:[ ]{{3}}|[ ]{{0,2}}$)
     | (?:>[ ]?){{1,8}}
     )""",
     re.VERBOSE,

@@ -153,7 +153,9 @@ def _render_reading(explanation: Explanation) -> list[str]:
     lines += [f"  called at: {reading.called}"] if reading.called and reading.called not in reading.decide else []
     if not is_in_answer:
         lines += [f"  {line}" for line in (_write_clash(reading), *_write_decision(reading)) if line]
-    return lines if len(lines) > 2 or explanation.showing == "nothing" else []
+    if len(lines) > 2:
+        return lines
+    return ["", f"Read from {', '.join(reading.lines)}."] if explanation.showing == "nothing" else []
 
 
 def _name_match(match: Match) -> str:
@@ -171,7 +173,7 @@ def _render_heading(explanation: Explanation) -> list[str]:
     if cause is None:
         if (symptom := explanation.reading) is not None:
             return [
-                f"There is no exception in the log, but there is a symptom: {symptom.clash}.",
+                f"There is no exception in the log. It can be read as this symptom: {symptom.clash}.",
                 *_write_decision(symptom),
             ]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
