@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import logging
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -300,10 +301,12 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
     must_know: whether the parts are needed in any case.
     needs_class: whether the parts are needed if the configuration does not name a class of transformers.
     """
-    from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
+    with _mute_warnings():
+        from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
-        return read_hub_parts(config)
+        with _mute_warnings():
+            return read_hub_parts(config)
     except NamesError as error:
         is_needed = must_know or (needs_class and isinstance(error, ModelClassUnknown))
         if is_needed or not isinstance(error, HubNamesUnknown):
@@ -313,14 +316,27 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
 
 
 def _ask_for_order(config: str) -> ParameterOrder | None:
-    from fsdp_doctor.weights.names import NamesError, read_parameter_order
+    with _mute_warnings():
+        from fsdp_doctor.weights.names import NamesError, read_parameter_order
 
     print("the optimizer numbers its parameters: asking transformers' class for their order", file=sys.stderr)
     try:
-        return read_parameter_order(config)
+        with _mute_warnings():
+            return read_parameter_order(config)
     except NamesError as error:
         print(f"the order of the optimizer's parameters is not known: {error}", file=sys.stderr)
         return None
+
+
+@contextlib.contextmanager
+def _mute_warnings() -> Iterator[None]:
+    """Drops warnings in logs, which packages write while transformers imports them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def fingerprint(

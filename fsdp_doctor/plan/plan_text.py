@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_doctor.examination.memory_records import MemoryFile, format_memory_file
 from fsdp_doctor.examination.memory_views import render_memory_table
 from fsdp_doctor.machine.terminal import wrap_all
+from fsdp_doctor.matrix.axes import Offload
 from fsdp_doctor.plan.job import BF16, RoleSetup
 from fsdp_doctor.plan.job_plan import (
     ASLEEP_BYTES,
@@ -103,7 +104,9 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
     yield from _list_sentences(job.unread)
     yield ""
     for role in plan.roles:
-        yield render_memory_table(role.first, width).rstrip()
+        is_offloaded = role.setup.scenario.offload != Offload()
+        shown = [memory for memory in role.first if is_offloaded or not memory.stage.startswith("offloaded")]
+        yield render_memory_table(shown, width).rstrip()
         yield _describe_last_rank(role)
     yield "What shares a device at once, GiB:"
     for moment in plan.moments:

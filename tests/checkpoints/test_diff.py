@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import shutil
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 from support.inside import doctor
 
-from fsdp_doctor.cli.checkpoint import diff, verify
+from fsdp_doctor.cli.checkpoint import _ask_for_parts, diff, verify
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 from fsdp_doctor.weights.names import read_hub_parts
@@ -188,3 +189,31 @@ def test_fused_experts_are_compared_with_the_hub_s_own(tmp_path: pathlib.Path) -
 def test_an_unknown_dtype_gets_the_name_that_torch_has(name: str, meant: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(UsageError, match=f"did you mean {meant}\\?"):
         diff(checkpoint=tmp_path, other=tmp_path, dtype=name)
+
+
+def test_the_largest_difference_of_values_is_said(tmp_path: pathlib.Path) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    moved, nan = weight.clone(), weight.clone()
+    moved[1, 2] += 0.25
+    moved[2, 0] -= 0.5
+    nan[0, 0] = torch.nan
+    save_file({"moved": weight, "nan": weight.clone()}, tmp_path / "one.safetensors")
+    save_file({"moved": moved, "nan": nan}, tmp_path / "other.safetensors")
+    found = compare_checkpoints(tmp_path / "one.safetensors", tmp_path / "other.safetensors")
+    details = {difference.name: difference.detail for difference in found.differences}
+    assert details == {"moved": "the values are different, by at most 0.5", "nan": "the values are different"}
+
+
+def test_warnings_while_transformers_is_asked_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("torchao")
+
+    def read_hub_parts(config: str) -> dict[str, object]:
+        logger.warning("%s: noise of an import", config)
+        return {}
+
+    monkeypatch.setattr("fsdp_doctor.weights.names.read_hub_parts", read_hub_parts)
+    assert _ask_for_parts("model", False) == {}
+    logger.warning("after")
+    assert [record.message for record in caplog.records] == ["after"]

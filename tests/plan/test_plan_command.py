@@ -71,6 +71,15 @@ def test_a_model_alone_is_planned_as_plain_fsdp2(tmp_path: pathlib.Path) -> None
     assert alone.stdout == configured.stdout
 
 
+def test_stages_of_an_offload_are_printed_only_with_an_offload() -> None:
+    offloaded = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
+    # verl places the reference model by the policy, whatever is configured.
+    actor = tuple(setting for setting in _VERL if "kl_loss" not in setting)
+    none, some = (_plan(*_SMALL, config=config).stdout for config in (actor, (*actor, offloaded)))
+    assert [line for line in none.splitlines() if line.lstrip().startswith("offloaded")] == []
+    assert [line.split()[0] for line in some.splitlines() if line.lstrip().startswith("offloaded")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -40,6 +41,7 @@ from fsdp_doctor.weights.transport.sources import check_dtype, name_dtype
 _CHUNK_BYTES = 16 << 20
 # The rows that differ are searched for this many tensors at most, since the search reads both checkpoints again.
 _MOST_LOCATED = 20
+_WITH_SIZES = ("float64", "float32", "float16", "bfloat16")
 # Damage that does not affect the weights.
 _HARMLESS = (Trouble.SETTINGS_DAMAGED, Trouble.TRAILING_BYTES, Trouble.WORLD_SIZE)
 _BlocksOf: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], list[IndexedBlock]]
@@ -139,9 +141,57 @@ def compare_checkpoints(
         found = _find_variants(weights, {originals[name]: two.tensors[name] for name in differing}, dtype)
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
+    differences = _add_sizes(differences, opened[left], opened[right], names, dtype)
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
     places = _locate(opened[left], opened[right], names, differing)
     return CheckpointComparison(differences, names.notes, len(one.tensors), equal, places)
+
+
+def _add_sizes(
+    differences: Sequence[FingerprintDifference],
+    left: _Weights | None,
+    right: _Weights | None,
+    names: MatchedNames,
+    dtype: torch.dtype | None,
+) -> list[FingerprintDifference]:
+    """Adds the largest difference of the values, for as many tensors as may be read again."""
+    if left is None or right is None:
+        return [*differences]
+    of_left = {form: left.tensors[name] for name, form in names.left.items()}
+    of_right = {form: right.tensors[name] for name, form in names.right.items()}
+    sized = []
+    num_read = 0
+    for each in differences:
+        one, two = of_left.get(each.name), of_right.get(each.name)
+        if each.kind == "values" and one is not None and two is not None and num_read < _MOST_LOCATED:
+            num_read += 1
+            size = _find_largest_difference(left, one, right, two, dtype)
+            each = replace(each, detail=f"{each.detail}, by at most {size:.2g}") if size is not None else each
+        sized.append(each)
+    return sized
+
+
+def _find_largest_difference(
+    left: _Weights, one: SavedTensor, right: _Weights, two: SavedTensor, dtype: torch.dtype | None
+) -> float | None:
+    """Returns the largest difference of two values at one place; None unless both are read in the same blocks and all
+    values are finite.
+    """
+    if (one.dtype, one.shape) != (two.dtype, two.shape) or one.dtype not in _WITH_SIZES:
+        return None
+    largest = 0.0
+    for (part, offsets), (other, its_offsets) in itertools.zip_longest(
+        left.read_parts(one), right.read_parts(two), fillvalue=(torch.empty(0), ())
+    ):
+        if offsets != its_offsets or part.shape != other.shape:
+            return None
+        if part.numel():
+            values, others = (each.to(dtype or each.dtype).double() for each in (part, other))
+            of_part = float((values - others).abs().max())
+            if not math.isfinite(of_part):
+                return None
+            largest = max(largest, of_part)
+    return largest
 
 
 def _locate(
