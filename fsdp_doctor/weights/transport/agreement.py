@@ -410,11 +410,11 @@ class Agreement:
         came = self._store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
         where = f"bucket {self._buckets} of {self._name_call()}" if self._stage else self._name_call()
         who = self._name_missing_ranks(self._store, self._list_waiting_ranks(self._store))
-        absent = f", without {who}," if who else ""
+        absent = f" ({who} did not)" if who else ""
         made = "" if self._stage else f", and the other ranks have come to {self._number - 1} at most"
         advice = "make the call, and iterate to its end," if self._verb == "extract" else "make the call"
         return (
-            f"only {came} of {len(self._ranks)} ranks came to {where}{absent} in time{made}: {advice} on every rank, "
+            f"only {came} of {len(self._ranks)} ranks came to {where} in time{absent}{made}: {advice} on every rank, "
             "as often on each, with a model that is sharded over all of them"
         )
 

@@ -191,7 +191,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
     late = world_size() - 1
     if this_rank() == late:
         together()
-    words = (f", without rank {late}, in time", "make the call, and iterate to its end, on every rank")
+    words = (f" in time (rank {late} did not), and", "make the call, and iterate to its end, on every rank")
     with (
         raises_soon(RankLeft, f"only {late} of {world_size()} ranks came to call", *words),
         mock.patch.object(agreement, "_SECONDS_BEFORE_NOTE", 0.1),
