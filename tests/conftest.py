@@ -45,7 +45,16 @@ _SECOND_TIER = (
     *("frameworks/test_adapters_from_outside.py", "frameworks/test_framework_", "frameworks/test_other_frameworks.py"),
     *("bundle/test_bundle_command.py", "case/test_quantized_models.py", "cli/test_interpreters.py"),
     *("cli/test_standard_streams.py", "examination/test_memory_command.py", "matrix/test_new_axis_values.py"),
-    *("plugin/", "probe/test_saved_runs.py", "probe/test_two_hosts.py", "report/page/test_page.py"),
+    *("plugin/", "probe/test_saved_runs.py", "probe/test_torchrun.py", "probe/test_two_hosts.py"),
+    *("report/page/test_page.py", "weights/extract/test_probes.py"),
+)
+# The files of the first tier that take longest; after the others, one worker would be left with them.
+_LONGEST = (
+    *("probe/test_emulation.py", "probe/test_isolation.py", "case/test_divided_experts.py", "case/test_consumers.py"),
+    *("case/test_planted_", "probe/test_launch.py", "probe/test_interruption.py", "explain/test_explain_processes.py"),
+    *("weights/load/test_load_optimizer_state.py", "corpus/test_log_forms.py", "known/test_expected_of_catalogue.py"),
+    *("repro/test_script_text.py", "known/test_remedies_in_jobs.py", "probe/test_expectation.py"),
+    *("weights/names/test_families.py", "probe/test_jobs.py"),
 )
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
@@ -74,20 +83,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_of_second_tier(item: pytest.Item) -> bool:
-    place = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
-    return place.startswith(_SECOND_TIER) or hasattr(getattr(item, "module", None), "default_matrix")
+    return _name_file(item).startswith(_SECOND_TIER) or hasattr(getattr(item, "module", None), "default_matrix")
 
 
-def _turn(item: pytest.Item) -> int:
-    """The default matrix comes first, and the files that wait for it after the others that start processes.
+def _name_file(item: pytest.Item) -> str:
+    return item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
 
-    Last comes what takes no time, when one worker has nothing long any more.
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    """The default matrix comes first, then the files that take longest, each after those that take longer.
+
+    The files that wait for the default matrix follow the others that start processes. Last comes what takes no time,
+    when one worker has nothing long any more.
     """
     if item.path.stem == "test_default_matrix":
-        return 0
+        return 0, 0
+    name = _name_file(item)
+    if (place := next((place for place, long in enumerate(_LONGEST) if name.startswith(long)), None)) is not None:
+        return 1, place
     if not item.get_closest_marker("processes"):
-        return 3
-    return 2 if hasattr(getattr(item, "module", None), "default_matrix") else 1
+        return 4, 0
+    return (3 if hasattr(getattr(item, "module", None), "default_matrix") else 2), 0
 
 
 def pytest_collection_finish() -> None:

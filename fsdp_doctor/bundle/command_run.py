@@ -59,10 +59,10 @@ class RankStack:
 
 
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
-    """Takes the stacks of the ranks below this process, which ends these ranks.
+    """Takes the stacks of the ranks below this process. Taking the stacks ends the ranks.
 
     output: a function that waits up to the given number of seconds, and returns the output that the command wrote
-    during this time.
+        during this time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)

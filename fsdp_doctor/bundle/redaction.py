@@ -167,7 +167,7 @@ _SHORTEST_SECRET = 8
 
 
 class Redactor:
-    """Replaces private text. It must learn all texts before it cleans the first.
+    """Replaces private text. It must learn all texts before it cleans the first one.
 
     homes, hosts, users: names that are private in any text.
     counts: how often each kind was replaced.

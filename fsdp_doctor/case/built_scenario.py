@@ -89,9 +89,9 @@ class NotAsNamed(Exception):
 
 
 def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
-    """Returns a sentence for each fact that is not as asked for, beginning with the fact's name."""
+    """Returns a sentence for each fact that differs from the expected one, beginning with the fact's name."""
     return [
-        f"{field.name}: {_put_into_words(getattr(actual, field.name))} where {_put_into_words(wanted)} was asked for"
+        f"{field.name}: {_put_into_words(getattr(actual, field.name))} instead of {_put_into_words(wanted)}"
         for field in dataclasses.fields(BuiltFacts)
         if (wanted := getattr(asked, field.name)) is not None and getattr(actual, field.name) != wanted
     ]

@@ -263,10 +263,10 @@ def start_of(scenario: Scenario) -> Start:
 
 
 def _needs_same_batches(scenario: Scenario) -> bool:
-    """Returns whether each rank would train a separate model, because FSDP1 reduces no gradient in a shard group of
-    one.
+    """Returns whether every rank must train on the same batches.
 
-    A checkpoint has one set of weights, so every rank is given the same batches in this case.
+    FSDP1 reduces no gradient in a shard group of one, so each rank would train a separate model, but a checkpoint has
+    one set of weights.
     """
     return scenario.version == 1 and scenario.sharding is Sharding.SIZE1
 
@@ -422,7 +422,7 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
-        """Maps the name of each entry to the tensor like which the entry is to be sharded.
+        """Maps the name of each entry to the tensor whose sharding the entry must get.
 
         The tensor is None for parameters that FSDP1 shards by their first dim.
         """

@@ -1,7 +1,7 @@
 """Weights in 4 bits: their quantized codes are parameters, and their scales are in other objects.
 
-bitsandbytes keeps the scales of a weight in the ``quant_state`` of its module. No state dict of FSDP2 has them, and
-FSDP moves and shards none of them.
+bitsandbytes keeps the scales of a weight in the ``quant_state`` of its module. No state dict of FSDP2 contains these
+scales, and FSDP neither moves nor shards them.
 """
 
 from __future__ import annotations

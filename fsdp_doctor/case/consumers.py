@@ -217,7 +217,10 @@ def _find_packed_sender(device: torch.device) -> Callable[..., None]:
 
 @functools.cache
 def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[..., None]:
-    """Loads only the file of vLLM's sender, since the package loads kernels; once, since it keeps its streams."""
+    """Loads only the file of vLLM's sender, because importing the package loads kernels.
+
+    The file is loaded only once, because it keeps its streams.
+    """
     file = package / "distributed" / "weight_transfer" / "packed_tensor.py"
     spec = importlib.util.spec_from_file_location("vllm_packed_tensor", file)
     assert spec is not None

@@ -331,7 +331,7 @@ class ExtractionSteps(MatrixSteps):
 
     def train_within(self, trainer: Trainer) -> None:
         if self.scenario.phase is not Phase.TRAINED:
-            raise Unsupported("a method can train a step only after other steps, the last of which finished")
+            raise Unsupported("a method can train a step only if the last of the earlier steps finished")
         self._moment = Moment(trainer)
         # The job is not in the context in which it called the method.
         with torch.inference_mode(False), torch.enable_grad():

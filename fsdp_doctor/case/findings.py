@@ -57,7 +57,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
 def describe_first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
     """Describes the elements that differ.
 
-    differs: a flat mask with at least one of them.
+    differs: a flat mask of the elements that differ, at least one.
     """
     first = int(differs.nonzero()[0])
     got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()

@@ -170,7 +170,7 @@ class LoadedState:
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
         """Explains why the tensor's device is wrong; empty if it is right.
 
-        Right are the device before the load and, for a buffer, the device that uses it.
+        The right device is the device before the load or, for a buffer, also the device that uses the buffer.
         """
         if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""

@@ -123,10 +123,9 @@ class LoadingSteps(MatrixSteps):
             )
 
     def recover(self, trainer: Trainer) -> bool:
-        """Returns whether the job trains on.
+        """Returns whether the job trains on: always, unless the load was refused because FSDP1's backward had raised.
 
-        It does not if the load was refused because FSDP1's backward had raised. After a load nothing else is done,
-        because a loaded model must be able to train.
+        Nothing is repaired, because the model must be able to train after a load.
         """
         return not self._recorder.record.refusal or not self.scenario.checkpoint.must_load
 
@@ -172,12 +171,12 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _must_fit(self) -> bool:
-        """True if the load has to succeed. So must a load that does not touch the base of a 4-bit model."""
+        """True if the load has to succeed. A load that does not touch the base of a 4-bit model must succeed, too."""
         leaves_base = self._contract.loads == "optimizer" or self._contract.weights == "adapter"
         return self.scenario.can_be_loaded if leaves_base else self.scenario.must_load
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
-        """Runs the method. If every rank refuses what need not fit, records the refusal."""
+        """Runs the method. If every rank refuses a checkpoint that need not fit, records the refusal."""
         runtime, must_fit = self._runtime, self._must_fit
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None

@@ -91,7 +91,9 @@ def list_optimizer_pieces(
 
 
 def may_lack_state(parameter: torch.Tensor) -> bool:
-    """Returns whether this rank holds nothing of a parameter, as its framework states, and needs no state of it."""
+    """Returns whether this rank needs no state of a parameter, because its framework states that the rank has no part
+    of it.
+    """
     return private.read_stated_chunk(parameter) is not None and not private.read_local_tensor(parameter).numel()
 
 

@@ -62,11 +62,12 @@ def halve(model: nn.Module) -> None:
 
 @torch.no_grad()
 def add_special_values(model: Any) -> None:
-    """Gives a built-in model, in place, values that a copy can lose and a sum cannot show; it trains as before.
+    """Puts values that a copy can lose and a sum cannot show into a built-in model, in place. The model trains as
+    before.
 
-    -0.0 and a subnormal number are put into a neuron of each dense MLP whose output is zero, so that it has no
-    gradient. The rows of an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both
-    infinities. The first and the last neurons and rows are used, so that several ranks have such values.
+    In each dense MLP, two neurons get -0.0 and a subnormal number; they output zero and have no gradient. The rows of
+    an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both infinities. The first and
+    the last neurons and rows are used, so that several ranks have such values.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
     layers: Any = find_decoder_layers(model)
@@ -133,9 +134,9 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
 
 
 def _quantize(model: Any, dtype: torch.dtype) -> nn.Module:
-    """Quantizes the weights to 4 bits as a QLoRA job does: transformers quantizes while it loads.
+    """Quantizes the weights to 4 bits while transformers loads the model, as in a QLoRA job.
 
-    dtype: the dtype of the other weights, of the computation, and in which the codes are stored.
+    dtype: the dtype of the other weights and of the computation, in which the codes are also stored.
     """
     from transformers import BitsAndBytesConfig
 
@@ -151,7 +152,7 @@ def _quantize(model: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _convert_to_float8(model: nn.Module) -> nn.Module:
-    """Makes each weight be gathered and multiplied in float8, like torchtitan.
+    """Replaces the weights so that they are gathered and multiplied in float8, as torchtitan does.
 
     The multiplication is emulated, so no particular GPU is needed.
     """
@@ -164,7 +165,7 @@ def _convert_to_float8(model: nn.Module) -> nn.Module:
 
 
 def _convert_to_mxfp8(model: nn.Module) -> None:
-    """Makes each weight be multiplied in MXFP8, in torchao's emulation, which needs no particular GPU."""
+    """Replaces the weights so that they are multiplied in MXFP8, which torchao emulates on any GPU."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 

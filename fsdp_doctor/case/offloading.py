@@ -1,4 +1,6 @@
-"""Manual offloads of frameworks, and loads after them: verl's functions for both FSDPs, and other ways."""
+"""Offloads a model and its optimizer by hand and loads them again, with verl's functions or in the ways of other
+frameworks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Record of one case on one rank, reported at each stage. It includes exceptions, and the ranks agree on its end."""
+"""Record of one case on one rank, including exceptions. It is reported at each stage, and the ranks agree on the end of
+the case.
+"""
 
 from __future__ import annotations
 

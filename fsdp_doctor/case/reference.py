@@ -129,7 +129,7 @@ def _gather_stated_keys(
 ) -> dict[str, list[str]]:
     """Gathers the states that any rank has of each parameter whose framework states its parts, by its first name.
 
-    A rank that holds nothing of such a parameter need not have a state of it.
+    A rank without a part of such a parameter need not have a state of the parameter.
     """
     stated = [parameter for parameter in contents.parameters if find_stated_part(parameter.tensor) is not None]
     if not stated:

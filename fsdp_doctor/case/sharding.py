@@ -129,8 +129,8 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
     """Keeps only this rank's part of the fused experts, and makes the rank compute only with this part.
 
-    The experts are fused as in transformers 5. All ranks of the mesh must be given the same tokens; they add up the
-    outputs of their experts.
+    The experts are fused as in transformers 5. All ranks of the mesh must be given the same tokens; the ranks add up
+    the outputs of their experts.
 
     hidden: whether the part is a plain parameter; otherwise it is a DTensor.
     """
@@ -164,7 +164,7 @@ def read_contents(model: nn.Module) -> ModelContents:
 
 
 def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
-    """Finds this rank's part of a tensor whose framework states it; None where the placements say it."""
+    """Finds this rank's part of a tensor whose framework states it; None if the placements determine the part."""
     chunk = private.read_stated_chunk(tensor)
     if chunk is None:
         return None
@@ -172,10 +172,10 @@ def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def compute_stated_parts(tensor: DTensor, sizes: Sequence[int]) -> list[LocalPart]:
-    """Computes the parts of all ranks of a tensor whose framework states them; they follow one another by rank.
+    """Computes every rank's part of a tensor whose framework states the parts, which follow one another in rank order.
 
     sizes: the number of elements on each rank. Raises LayoutError unless one dim is sharded over a mesh of one dim, and
-    the parts make up the whole tensor.
+        the parts make up the whole tensor.
     """
     (placement, *others), shape = tensor.placements, tensor.shape
     if others or not isinstance(placement, Shard):

@@ -62,7 +62,7 @@ class ConfigFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun(RunContext):
-    """Run of the user's model, whose dimensions differ from those of the matrix's small model."""
+    """Run of the user's model, which has other dimensions than the matrix's small model."""
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Returns ``uneven`` if the model is known to shard unevenly.

@@ -1,7 +1,8 @@
 """Finds one setting to change in a configuration file so that no known problem remains.
 
-Candidates are not chosen by rules: each setting that a finding names is changed in turn, and the result is checked
-again. Everything else in the file stays unchanged.
+If no single change removes every problem, a setting that the remedy of a known failure names is changed. Candidates are
+not chosen by rules: each setting that a finding names is changed in turn, and the result is checked again. Everything
+else in the file stays unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_doctor.check import CheckResult
+from fsdp_doctor.check.findings import ConfigFinding
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.errors import EXIT_OK, UsageError
+from fsdp_doctor.known.catalogue import find_entry
 
 _TRUE = re.compile(r"\b(?:true|yes|on)\b", re.IGNORECASE)
 
@@ -23,13 +26,14 @@ _TRUE = re.compile(r"\b(?:true|yes|on)\b", re.IGNORECASE)
 class Fix:
     """Change of one setting in a file. ``after`` is the new value, or empty if the setting is removed.
 
-    ``text`` is the whole changed file.
+    ``text`` is the whole changed file. ``left`` are the bad findings in the changed file.
     """
 
     file: pathlib.Path
     before: Setting
     after: str
     text: str
+    left: tuple[ConfigFinding, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.before}: {f'set it to {self.after}' if self.after else 'remove it'}"
@@ -39,11 +43,14 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
     """Finds the first change of one setting after which ``check`` succeeds; None if there is none.
 
     True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
-    then other settings that determine how the models are trained, except the type of model.
+    then other settings that determine how the models are trained, except the type of model. If none of these changes
+    is enough, the first change is returned that a remedy names and that removes the failure of this remedy.
 
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """
     result = check(arguments)
+    remedies = _list_remedies(result)
+    partial: Fix | None = None
     for row, after in _list_candidates(result):
         file = pathlib.Path(row.file)
         if str(file) not in arguments or (text := _edit_line(file, row, after)) is None:
@@ -53,11 +60,23 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
             changed.write_text(text, encoding="utf-8")
             changed_arguments = [str(changed) if argument == str(file) else argument for argument in arguments]
             try:
-                if check(changed_arguments).exit_code == EXIT_OK:
-                    return Fix(file, row, after, text)
+                changed_result = check(changed_arguments)
             except UsageError:
                 continue
-    return None
+        if changed_result.exit_code == EXIT_OK:
+            return Fix(file, row, after, text)
+        left = tuple(finding for finding in changed_result.findings if finding.bad)
+        cured = {*remedies} - {finding.entry for finding in left}
+        named = re.compile(rf"\b{re.escape(row.name)}={after}\b", re.IGNORECASE)
+        if partial is None and after and left and any(named.search(remedies[entry]) for entry in cured):
+            partial = Fix(file, row, after, text, left)
+    return partial
+
+
+def _list_remedies(result: CheckResult) -> dict[str, str]:
+    """Maps the entries of bad findings to their remedies for a user of this framework, which may be empty."""
+    entries = {finding.entry for finding in result.findings if finding.bad and finding.entry}
+    return {entry: find_entry(entry).advise(result.version.of) for entry in entries}
 
 
 def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:

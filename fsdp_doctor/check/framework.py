@@ -150,7 +150,10 @@ class Framework(ABC):
         return ()
 
     def list_keys(self, role: Role) -> KeyTable:
-        """Returns the keys of a model. Raises KeyError if the table has models, but none for this role."""
+        """Returns the configuration's keys for the model of a role.
+
+        Raises KeyError if the table has models, but none for this role.
+        """
         table: KeyTable = self.facts.models[role] if self.facts.models else KeyTable()
         return table
 

@@ -167,7 +167,9 @@ def list_remedies(result: CheckResult) -> dict[str, str]:
 
 
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
-    """Lists the versions and ranks that a failure needs, the installed versions, and what it was measured on."""
+    """Lists the versions and ranks that a failure needs, the installed versions, and the versions with which it was
+    measured.
+    """
     yield f"torch: {entry.torch or 'every tried version'}"
     for name, versions in entry.versions.items():
         yield f"only with {name} {versions} ({result.packages.get(name, 'version not known here')})"

@@ -17,7 +17,7 @@ _LARGEST_NUMBER = 1_000_000_000
 
 
 class Unreadable(Exception):
-    """A decisive setting has a value that cannot be read. The message names the setting for the user."""
+    """Error for a decisive setting whose value cannot be read. The message names the setting for the user."""
 
 
 @dataclass(frozen=True)

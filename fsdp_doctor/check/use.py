@@ -31,7 +31,7 @@ class ExtractionPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why an axis has its value: a setting, or the framework's default."""
+    """Reason for the value of an axis: a setting, or the framework's default."""
 
     axis: AxisName
     value: str

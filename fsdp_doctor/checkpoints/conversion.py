@@ -105,7 +105,7 @@ def convert(
         order; without it such an optimizer is refused.
     progress: see ``verify``.
 
-    Raises ConversionError for what cannot be converted, and OSError.
+    Raises ConversionError for a checkpoint that cannot be converted, and OSError.
     """
     source.stat()
     check_target(target, source, (), overwrite=overwrite)
@@ -180,7 +180,7 @@ def _rename_tensors(
 
 
 def _count_ranks(model: SavedModel) -> int:
-    """Counts the ranks that saved the checkpoint; 0 if nothing says how many there were."""
+    """Counts the ranks that saved the checkpoint; 0 if their number is unknown."""
     return 1 + max((-1 if p.rank is None else p.rank for t in model.tensors.values() for p in t.pieces), default=-1)
 
 

@@ -117,8 +117,8 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 class ItemContents(NamedTuple):
     """Contents of an item.
 
-    ``members`` are what its range of the file stores, with checksums if there are any. For an item that is an object,
-    ``values`` holds its plain values by key, and ``unread`` the kinds of its other values.
+    ``members`` are the parts of the item's range in the file, with their checksums if there are any. For an item that
+    is an object, ``values`` holds its plain values by key, and ``unread`` the kinds of its other values.
     """
 
     members: list[Member]

@@ -117,7 +117,7 @@ OTHER_FORMATS = (
     OtherFormat("Core ML", r".*\.mlmodel", "coremltools reads it", directories=r".*\.mlpackage", is_copy=True),
     OtherFormat(
         "a packed file",
-        r".*\.(pt|pth|bin|ckpt|safetensors|distcp)\.(zst|gz|xz|bz2|lz4)|.*\.(tar|tar\.\w+|tgz|zip)",
+        r".*\.(pt|pth|bin|ckpt|safetensors|distcp)\.(zst|gz|xz|bz2|lz4)|.*\.(tar\.\w+|tgz|zip)|.*(?<!\.pth)\.tar",
         "unpack the file, and pass its contents",
         is_copy=True,
     ),

@@ -1,4 +1,4 @@
-"""Tensor names that common model types have in their layers, without importing transformers."""
+"""Tensor names that common model types have in their layers. Using them does not import transformers."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _GLOBALS: Mapping[str, frozenset[str]] = {
 
 
 class RefusedPickle(BadFile):
-    """The pickle refers to something that does not belong in a torch checkpoint."""
+    """Error for a pickle that refers to something that does not belong in a torch checkpoint."""
 
 
 class Storage(NamedTuple):
@@ -184,7 +184,7 @@ def walk_leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]
         path, value = stack.pop()
         left -= 1
         if left < 0 or len(path) > _MOST_DEPTH:
-            raise BadFile("has a pickle of more values than any checkpoint")
+            raise BadFile("has a pickle with more values than any checkpoint can have")
         match value:
             case dict():
                 stack += [((*path, str(key)), each) for key, each in reversed(value.items())]

@@ -47,8 +47,8 @@ def find_loose_tensors(checkpoint: SavedCheckpoint, state: State, *, is_of_one_r
 def find_loose_files(checkpoint: SavedCheckpoint) -> None:
     """Finds files of single ranks among those that count as whole: ``rank0.pt``, ``rank_1/model.safetensors``.
 
-    Other numbers in names, as in ``model_0.pt``, may be those of steps. They count as ranks if the embedding has
-    1/N of the rows or columns that config.json gives, for N such files.
+    Other numbers in names, as in ``model_0.pt``, may be numbers of steps. They count as ranks if the embedding has 1/N
+    of the rows or columns that config.json gives, for N such files.
     """
     alike: dict[tuple[str, frozenset[tuple[str, ...]]], list[State]] = defaultdict(list)
     for state in checkpoint.states:
@@ -65,7 +65,7 @@ def find_loose_files(checkpoint: SavedCheckpoint) -> None:
 
 
 def _is_share(checkpoint: SavedCheckpoint, state: State, count: int) -> bool:
-    """Returns whether an embedding is one of ``count`` parts of the one that config.json describes."""
+    """Returns whether an embedding is one of ``count`` parts of the embedding that config.json describes."""
     config = checkpoint.find_setting(state.directory, "config.json")
     sizes = (config.get("vocab_size"), config.get("hidden_size", config.get("n_embd")))
     whole = [size if isinstance(size, int) else 0 for size in sizes]
@@ -83,7 +83,7 @@ def _note_loose(checkpoint: SavedCheckpoint, state: State) -> None:
 
 
 def _has_other_ranks(checkpoint: SavedCheckpoint, state: State) -> bool:
-    """Returns whether another rank's file lies beside the one that was given."""
+    """Returns whether there is another rank's file next to the given file."""
     beside = (RANK_FILE.fullmatch(each.name) for each in checkpoint.root.iterdir())
     labels = [found["label"] or found["item"] for found in beside if found is not None]
     return labels.count(state.label) > 1
@@ -97,7 +97,10 @@ class _StoredSums:
         self._members: dict[str, list[Member]] = {}
 
     def __call__(self, piece: SavedPiece) -> tuple[int, int, int] | None:
-        """Returns the checksum and length of the bytes that the piece belongs to, and its place; None without one."""
+        """Finds the stored checksum of the bytes that contain the piece; returns None if there is none.
+
+        Returns (checksum, length of the bytes that it covers, offset of the piece in these bytes).
+        """
         if piece.file not in self._members:
             self._members[piece.file] = sorted(self._files[piece.file].members, key=lambda member: member.begin)
         members = self._members[piece.file]

@@ -43,13 +43,15 @@ _MOST_FILES = 250_000
 _LONGEST_JSON = 50_000_000
 _SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 _WHOLE = re.compile(
-    r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
+    r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|pth\.tar|ckpt)"
 )
 # Files that are not needed to load the weights. If the pickle of such a file contains arbitrary classes, only the
 # file's checksums are read.
 _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
+# Names of files that macOS writes next to others on a foreign file system, or into an archive.
+_ATTRIBUTES = "._"
 # Troubles that are not reported when only one file was given, since they are about several files.
 _OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX, Trouble.LOST_TENSOR)
 
@@ -146,6 +148,10 @@ class _Reading:
         return os.path.relpath(path, self.checkpoint.root)
 
     def read_directory(self, directory: str, names: set[str]) -> None:
+        if attributes := sorted(name for name in names if name.startswith(_ATTRIBUTES)):
+            names = names.difference(attributes)
+            what = "macOS keeps attributes of other files in them"
+            self.checkpoint.unchecked.append(f"{_join(directory, join_some(attributes))}: {what}")
         for name in sorted(names):
             if name.endswith(".json") and not name.endswith(".index.json"):
                 self._read_settings(_join(directory, name))
@@ -188,8 +194,8 @@ class _Reading:
     def note_copies(self) -> None:
         """Reports models in formats that are not read.
 
-        If the checkpoint also has the model in a format that is read, they are listed as unchecked; otherwise this is
-        an error.
+        If the checkpoint also has the model in a format that is read, the models in other formats are listed as
+        unchecked; otherwise they are an error.
         """
         has_model = any(state.tensors for state in self.checkpoint.states)
         for what, file in self._copies:
@@ -378,7 +384,7 @@ class _Reading:
         self._read_whole(directory, sorted(whole), names)
 
     def _is_torch_file(self, directory: str, name: str) -> bool:
-        """Returns whether torch.save wrote a file without a telling name, such as one from
+        """Returns whether torch.save wrote a file whose name does not show this, such as a file from
         ``Trainer.save_checkpoint("last")``.
         """
         path = self.checkpoint.root / directory / name

@@ -28,7 +28,8 @@ RANK_FILE = re.compile(
 _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.")
 # Keys under which torchtitan stores its counters, next to the names of the model.
 _OTHER_KEYS = frozenset({"train_state", "dataloader", "lr_scheduler"})
-_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
+# Last names of tensors that are no parameters.
+BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$")
 
 
@@ -97,7 +98,7 @@ class SavedTensor:
     ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
     ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
     tensor does not belong to the model. ``is_loose`` is true if ranks saved different plain tensors under this name, so
-    that each piece may be a part of the tensor, at a place that no file tells.
+    that each piece may be a part of the tensor, whose place no file gives.
     """
 
     path: tuple[str, ...]
@@ -284,7 +285,7 @@ class SavedModel:
             name: tensor
             for name, tensor in self.tensors.items()
             if is_floating_point(tensor.dtype)
-            and tensor.last_name not in _BUFFERS
+            and tensor.last_name not in BUFFERS
             and not {name, tensor.last_name} & set(buffers)
             # DCP stores a tensor with one row as a single chunk, whether or not it was sharded.
             and (tensor.is_divided or not are_divided or (not is_by_ranks and tensor.shape[:1] in ((), (1,))))

@@ -66,7 +66,8 @@ _FLOATS = {
     "float8_e5m2": _FloatFormat(0x7C, "<f2", 8),
 }
 # Tensors whose elements are never negative.
-_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "running_var"})
+_FACTORS = frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"})
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "running_var"}) | _FACTORS
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
 
@@ -77,6 +78,8 @@ class SpanScan:
     ``crc`` is None if a hole was skipped. ``is_zero`` accepts zeros of either sign. ``num_huge`` counts finite elements
     beyond 1e30, and ``largest`` is the largest of these magnitudes. ``first_bad`` is the index of the first element
     that is huge, NaN or infinite. ``num_negative`` is counted only for mean squares and variances.
+
+    ``total`` is the sum of all elements, for the row and column factors of a mean of squares.
 
     ``size`` is the mean magnitude of a sample of elements, and ``spread`` is the standard deviation of the magnitudes
     divided by that mean. ``sample`` holds these elements for Adam's moments and where samples were requested; pieces of
@@ -102,6 +105,7 @@ class SpanScan:
     num_huge: int = 0
     largest: float = 0.0
     num_negative: int = 0
+    total: float = 0.0
     size: float | None = None
     spread: float | None = None
     sample: _Array | None = None
@@ -127,6 +131,7 @@ class SpanScanner:
         self._dtype, self._itemsize = tensor.dtype, DTYPES[tensor.dtype].itemsize
         self._float = _FLOATS.get(tensor.dtype)
         self._is_square = self._float is not None and tensor.last_name in _SQUARES
+        self._is_factor = self._float is not None and tensor.last_name in _FACTORS
         self._keeps_sample = keeps_sample or tensor.last_name in _MOMENTS
         self._tail = b""
         self._num_candidates = 0
@@ -197,6 +202,8 @@ class SpanScanner:
         signed, sign = bits.view(f"<i{size}"), 0x80 << 8 * (size - 1)
         if self._is_square:
             scan.num_negative += int(numpy.count_nonzero(bits > sign))
+        if self._is_factor:
+            scan.total += float(_read_floats(form, bits).sum())
         if scan.is_constant:
             is_as_first = scan.head[:size] == bits[:1].tobytes() and bits[0] == bits[-1]
             scan.is_constant = bool(is_as_first and (bits == bits[0]).all())
@@ -318,9 +325,10 @@ class _RowScanner:
 
 
 def _find_codes(sizes: _Array) -> str:
-    """Returns the 8-bit dtype whose codes these magnitudes are: many different ones, up to its largest, on its grid.
+    """Returns the 8-bit dtype whose codes these magnitudes are; empty if they are not codes.
 
-    Codes use the whole range of their dtype, so that their mean is far above that of weights.
+    Codes have many different values, which lie on the dtype's grid and reach its largest value. Their mean is therefore
+    far above that of weights.
     """
     if sizes.mean() <= _LEAST_CODE or len(numpy.unique(sizes)) < _FEWEST_CODES:
         return ""

@@ -59,7 +59,8 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
 def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """Creates a new directory next to the target, and removes it at the end unless it was renamed to the target.
 
-    Also removes the leftovers of a killed conversion, and restores an older target that it had set aside.
+    Also removes the leftovers of a killed conversion, and restores an older target that the killed conversion had set
+    aside.
     """
     directory, old = _name_partial(target), _name_old(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -> TorchFile:
-    """Reads everything except tensor data from a file of torch.save, or from one that is embedded in another file.
+    """Reads everything except tensor data from a file of torch.save, which may be embedded in another file.
 
     Raises BadFile if it is not a file of torch.save, or is truncated or damaged.
     """
@@ -325,7 +325,7 @@ def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> li
     an order that contradicts the placements.
     """
     if len(placements) != len(mesh):
-        raise NotRead(f"placed by {len(placements)} placements on a mesh of {len(mesh)} dims")
+        raise NotRead(f"has {len(placements)} placements, but its mesh has {len(mesh)} dims")
     orders: dict[int, list[int]] = {}
     for at in reversed(range(len(mesh))):
         placement = placements[at]

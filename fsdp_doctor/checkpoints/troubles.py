@@ -126,6 +126,7 @@ class Trouble(Enum):
     )
     OTHER_BITS = Kind("damage", "a load reads these bytes as the wrong dtype", TroubleRemedy.SAVE_AGAIN)
     CODES = Kind("damage", "a load takes the codes for the weights, and drops their scales", TroubleRemedy.SAVE_DECODED)
+    SCALES = Kind("damage", "a load fails, or multiplies the codes by initial values", TroubleRemedy.SAVE_AGAIN)
     CONSTANT = Kind("damage", "a load returns one value for the whole matrix", TroubleRemedy.SAVE_AGAIN)
     ZERO_COLUMNS = Kind("damage", "a load returns zeros for these columns", TroubleRemedy.SAVE_AGAIN)
     PADDED_COLUMNS = Kind(
@@ -137,18 +138,26 @@ class Trouble(Enum):
     MOMENTS = Kind(
         "damage", "Adam's next step with these moments is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN
     )
-    VARIANCE = Kind("damage", "a load returns it, and the norm's outputs become NaN", TroubleRemedy.SAVE_AGAIN)
+    VARIANCE = Kind(
+        "damage", "a load returns these values, and the norm's outputs become NaN", TroubleRemedy.SAVE_AGAIN
+    )
     STATISTICS = Kind(
         "damage",
-        "a strict load fails, and another one normalizes by the values with which the norm began",
+        "a strict load fails, and any other load leaves the norm with its initial statistics",
         TroubleRemedy.SAVE_AGAIN,
     )
     GATES = Kind("damage", "a load of the cell fails", TroubleRemedy.SAVE_AGAIN)
     STALE_COPY = Kind("damage", "the copy that is read last decides", TroubleRemedy.SAVE_AGAIN)
-    MASTER = Kind("damage", "a resume's first step replaces the weights by it", TroubleRemedy.SAVE_AGAIN)
+    MASTER = Kind("damage", "a resume's first step replaces the weights by these values", TroubleRemedy.SAVE_AGAIN)
+    PART_OF_AVERAGE = Kind(
+        "damage", "a load returns the model's weights instead of this part of their average", TroubleRemedy.SAVE_AGAIN
+    )
     AVERAGE = Kind("damage", "a load of the average fails", TroubleRemedy.SAVE_AGAIN)
     EQUAL_AVERAGE = Kind(
-        "warning", "a load returns the model for its average", TroubleRemedy.LOOK, "averaging may begin late"
+        "warning",
+        "a load returns the model's weights instead of their average",
+        TroubleRemedy.LOOK,
+        "averaging may begin late",
     )
     EQUAL_LAYERS = Kind(
         "warning",
@@ -186,6 +195,12 @@ class Trouble(Enum):
         "warning", "the model class may differ here: its layers are not known to fsdp-doctor", TroubleRemedy.LOOK
     )
     EXTRA_LAYERS = Kind("damage", "from_pretrained omits these layers, with only a warning", TroubleRemedy.CONFIG)
+    TOKENS = Kind(
+        "warning",
+        "a text with such a token ends in an index error",
+        TroubleRemedy.LOOK,
+        "tokens that no text has do not matter",
+    )
     PADDED = Kind(
         "warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", TroubleRemedy.LOOK
     )

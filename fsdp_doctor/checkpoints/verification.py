@@ -23,6 +23,10 @@ EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be j
 # Findings of one kind in one file that the text shows; JSON has all of them.
 _MOST_SHOWN = 3
 _MOST_LISTED = 12
+_ONLY_AGAINST = (
+    "whether the weights are from the expected step, and whether tensors of equal shapes were exchanged: no --against, "
+    "no --base"
+)
 
 
 class CheckpointFinding(msgspec.Struct, omit_defaults=True):
@@ -144,7 +148,7 @@ def judge(
         unchecked=[
             *checkpoint.unchecked,
             *_list_without_checksums(checkpoint),
-            *([] if compare else ["whether the weights are from the expected step: no --against, no --base"]),
+            *([] if compare else [_ONLY_AGAINST]),
         ],
     )
     return found, scans

@@ -11,7 +11,7 @@ import typer
 
 from fsdp_doctor.cli import options, output
 from fsdp_doctor.cli.options import RankOptions
-from fsdp_doctor.errors import EXIT_OK, CannotRun, UsageError
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
 from fsdp_doctor.machine.terminal import measure_width
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check(
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Then run exactly the cases that were found.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print the file, with the one setting changed that removes the failure.")
+        bool, typer.Option("--fix", help="Print the file, with the one setting changed that removes a failure.")
     ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="With --fix: write the changed file instead of printing it.")
@@ -101,12 +101,18 @@ def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> 
     remedies: the remedies by entry of the catalogue. The changed setting may be only a part of a remedy.
     """
     if fix is None:
-        raise CannotRun("no change of a single setting in a file solves the problem; see the findings without --fix")
+        raise CannotRun(
+            "no change of a single setting in a file solves the problem, and no remedy is such a change; see the "
+            "findings without --fix"
+        )
     print(f"fsdp-doctor: {fix}", file=sys.stderr)
     for entry, remedy in remedies.items():
         print(f"fsdp-doctor: only this setting was changed; the whole remedy of {entry}: {remedy}", file=sys.stderr)
+    for finding in fix.left:
+        name = f"{finding.entry}: " if finding.entry else ""
+        print(f"fsdp-doctor: the changed file still has {name}{finding.sentence}", file=sys.stderr)
     if write:
         fix.file.write_text(fix.text, encoding="utf-8")
     else:
         sys.stdout.write(fix.text)
-    raise SystemExit(EXIT_OK)
+    raise SystemExit(EXIT_BAD_VERDICT if fix.left else EXIT_OK)

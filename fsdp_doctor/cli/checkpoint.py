@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import pathlib
@@ -33,6 +34,8 @@ FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be wr
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
+# The dtypes of torch by the names that configurations give them.
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "f32": "float32"}
 _DTYPE: Any = typer.Option(
     metavar="DTYPE", help="Cast floating-point tensors to this dtype first, for example bfloat16."
 )
@@ -262,7 +265,11 @@ def convert(
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
     if to is ConversionTarget.HF and not (target / "config.json").is_file():
-        print("there is no config.json: from_pretrained cannot read the checkpoint without it", file=sys.stderr)
+        print(
+            "there is no config.json: from_pretrained cannot read the checkpoint without it; repeat the command with "
+            "--overwrite and --config DIR, where DIR is a directory that has the model's config.json",
+            file=sys.stderr,
+        )
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
@@ -286,12 +293,12 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """Reads which part of a tensor of the model each of the Hub's names stands for; empty if this is not known.
+    """Maps each of the Hub's names to the part of the model's tensor that it stands for; empty if this is unknown.
 
-    Raises UsageError if it is needed and not known.
+    Raises UsageError if these parts are needed but not known.
 
-    must_know: whether it is needed in any case.
-    needs_class: whether it is needed if the configuration does not name a class of transformers.
+    must_know: whether the parts are needed in any case.
+    needs_class: whether the parts are needed if the configuration does not name a class of transformers.
     """
     from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
@@ -361,7 +368,12 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
 
     dtype = getattr(torch, name, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(f"--dtype {name}: torch has no floating-point dtype of that name")
+        dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        meant = _SHORT_DTYPES.get(name.lower()) or next(iter(near), "")
+        hint = f"; did you mean {meant}?" if meant else f"; the dtypes are {', '.join(sorted(names))}"
+        raise UsageError(f"--dtype {name}: torch has no floating-point dtype of that name{hint}")
     return dtype
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shlex
+import shutil
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,7 +45,10 @@ def fix(
     ] = None,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FRAMEWORK | -- COMMAND]", help="The command of the job; with --diff, a framework."),
+        typer.Argument(
+            metavar="[FRAMEWORK | -- COMMAND]",
+            help="The command of the job; with --diff or --dry-run, a framework.",
+        ),
     ] = None,
 ) -> None:
     """Run a job with its framework's broken functions replaced, and say on which ranks they were called.
@@ -64,7 +70,8 @@ def fix(
         return
     if not words and not dry_run:
         raise UsageError("no job: write its command after --, for example `fsdp-doctor fix -- torchrun train.py`")
-    functions = find_fixed_functions(framework or [], only or [])
+    named = _read_framework(words, framework or [], dry_run=dry_run)
+    functions = find_fixed_functions(named, only or [])
     if dry_run:
         write(None, "\n".join(_describe(function) for function in functions))
         return
@@ -74,6 +81,28 @@ def fix(
     if json_file is not None:
         write(json_file, json.dumps(dataclasses.asdict(done), indent=2) + "\n")
     raise SystemExit(done.exit_code)
+
+
+def _read_framework(words: Sequence[str], chosen: Sequence[str], *, dry_run: bool) -> Sequence[str]:
+    """Returns the frameworks whose fixes are wanted: the chosen ones, or with --dry-run the one that the words name.
+
+    Raises UsageError if a framework's name, or the name of no program, stands where the job's command is expected.
+    """
+    from fsdp_doctor.fixes.entry import FIXES, list_fixes
+
+    if not words:
+        return chosen
+    name, *rest = words
+    is_framework = name in {fix.framework for fix in FIXES}
+    if dry_run and not rest and (is_framework or shutil.which(name) is None):
+        list_fixes(name)
+        if chosen:
+            raise UsageError("--dry-run takes one framework, for example `fsdp-doctor fix verl --dry-run`")
+        return words
+    if is_framework and (not rest or shutil.which(name) is None):
+        typed = f"fsdp-doctor fix --framework {name} -- {shlex.join(rest) or 'torchrun train.py'}"
+        raise UsageError(f"{name} is a framework, not the command of a job: type `{typed}`")
+    return chosen
 
 
 def _describe(function: FixedFunction) -> str:

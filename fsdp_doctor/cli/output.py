@@ -1,4 +1,4 @@
-"""Writes files and the standard streams, also if a stream is closed, is on a full disk, or is no longer read."""
+"""Writes files and the standard streams, even if a stream is closed, is on a full disk, or is no longer read."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def prepare_streams() -> None:
     """Replaces the standard streams by streams that raise this program's exceptions for errors, or ignore them on
     stderr.
 
-    A closed descriptor is opened again, in the wrong direction. Otherwise the next file to be opened would get its
-    number, and receive the program's output. Streams that a caller of ``main`` has put into ``sys`` are left unchanged.
+    A closed descriptor is opened again in the wrong direction, so that its use fails as before. Otherwise the next file
+    to be opened would get its number, and receive the program's output. Streams that a caller of ``main`` has put into
+    ``sys`` are left unchanged.
     """
     for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_RDONLY)):
         try:

@@ -54,7 +54,8 @@ def _register() -> None:
 def _wait_for_autograd_threads() -> None:
     """Gives autograd's threads time to release the Python objects of the last backward.
 
-    They release them after ``backward`` has returned. If the interpreter ended before, torch would abort the process.
+    The threads release these objects after ``backward`` has returned. If the interpreter ended before that, torch would
+    abort the process.
     """
     from fsdp_doctor.emulated.library import _C
 

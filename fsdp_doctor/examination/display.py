@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fsdp_doctor.examination.facts import Facts, NameFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
+from fsdp_doctor.machine.terminal import measure_width
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.transport.sources import name_dtype
 
@@ -21,10 +22,12 @@ _COLUMNS = ("what", "count", "says", "lies on", "pinned", "dtype", "placements",
 
 
 def render_plain_text(facts: Facts, findings: tuple[Finding, ...]) -> str:
-    console = Console(width=_WIDTH, file=io.StringIO(), no_color=True, highlight=False, legacy_windows=False)
+    """Renders a text as wide as the terminal, without blanks at the ends of lines."""
+    width = measure_width(_WIDTH)
+    console = Console(width=width, file=io.StringIO(), no_color=True, highlight=False, legacy_windows=False)
     console.print(render(facts, findings))
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().split("\n"))
 
 
 def render(facts: Facts, findings: tuple[Finding, ...]) -> RenderableType:
@@ -57,9 +60,7 @@ def _render_names(names: NameFacts) -> str:
 
 
 def _render_table(facts: Facts) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column == "count" else "left")
+    lines: list[tuple[str, ...]] = []
     for state, rows in (*facts.by_state.items(), *facts.buffers_by_state.items()):
         cells: tuple[str, ...] = (
             "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
@@ -73,11 +74,17 @@ def _render_table(facts: Facts) -> Table:
             _choose_word(state.even),
             rows[0].name,
         )
-        table.add_row(*map(Text, cells))
+        lines.append(cells)
     for group in facts.optimizer:
         count, pinned = str(len(group.names)), _choose_word(group.pinned if group.device.type == "cpu" else None)
         cells = (f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0])
-        table.add_row(*map(Text, cells))
+        lines.append(cells)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    filled = [at for at in range(len(_COLUMNS)) if any(cells[at] for cells in lines)]
+    for at in filled:
+        table.add_column(_COLUMNS[at], justify="right" if _COLUMNS[at] == "count" else "left", overflow="fold")
+    for cells in lines:
+        table.add_row(*(Text(cells[at]) for at in filled))
     return table
 
 

@@ -67,9 +67,9 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device}, but with the local shard on {state.device}: "
-            f"{join_few(names)}; the module was moved under CPUOffloadPolicy, and the move changed the DTensors but "
-            "not their shards.",
+            sentence=f"{join_few(names)} reporting {state.wrapper_device}, but with the local shard on "
+            f"{state.device}; the module was moved under CPUOffloadPolicy, and the move changed the DTensors "
+            "but not their shards.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
             remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device')
@@ -80,9 +80,9 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device}, but with the shard on {state.device}: "
-            f"{join_few(names, _FLAT)}; the module was moved, but not the local shards that FSDP1 keeps next "
-            "to flat parameters.",
+            sentence=f"{join_few(names, _FLAT)} reporting {state.wrapper_device}, but with the shard on "
+            f"{state.device}; the module was moved, but not the local shards that FSDP1 keeps next to flat "
+            "parameters.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
             remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device') + "."
@@ -106,7 +106,7 @@ def check_policy_shards(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="policy-shards-off-cpu",
             severity="bad",
-            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {join_few(names)}.",
+            sentence=f"{join_few(names)} on {state.device}, under a CPU offload that expects its shards on the CPU.",
             names=names,
             entry=entry,
             remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device')
@@ -120,8 +120,8 @@ def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="fsdp1-away",
             severity="bad",
-            sentence=f"On {state.device}, so that every unshard on {state.unit.compute_device} fails its assertion "
-            f"(forward, state_dict): {join_few(names, _FLAT)}.",
+            sentence=f"{join_few(names, _FLAT)} on {state.device}, so that every unshard on "
+            f"{state.unit.compute_device} fails its assertion (forward, state_dict).",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
             remedy=(
@@ -139,7 +139,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="partly-moved",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, unlike {len(at_home)} other parameters: {join_few(names)}.",
+            sentence=f"{join_few(names)} not on {facts.compute_device}, unlike {len(at_home)} other parameters.",
             names=names,
             remedy=_describe_way_home(facts, "move the whole model, or the tensors that were left behind") + ".",
         )
@@ -147,7 +147,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="elsewhere",
             severity="bad",
-            sentence=f"On {state.device}, but the model computes on {facts.compute_device}: {join_few(names)}.",
+            sentence=f"{join_few(names)} on {state.device}, but the model computes on {facts.compute_device}.",
             names=names,
             remedy=_describe_way_home(facts, f"model.to({str(facts.compute_device)!r})") + ".",
         )
@@ -157,7 +157,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="offloaded",
             severity="note",
-            sentence=f"Offloaded by hand, off {facts.compute_device}: {join_few(names)}{also}.",
+            sentence=f"{join_few(names)}{also} offloaded by hand, off {facts.compute_device}.",
             names=names,
             remedy=_describe_way_home(facts, f"model.to({str(facts.compute_device)!r})") + ", before the next step.",
         )
@@ -169,7 +169,7 @@ def check_plain_parameters(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="ignored-away",
             severity="hazard",
-            sentence=f"Not managed by FSDP, and not on the compute device {facts.compute_device}: {join_few(names)}.",
+            sentence=f"{join_few(names)} not managed by FSDP, and not on the compute device {facts.compute_device}.",
             names=names,
             remedy=(
                 "move the parameters to the compute device, unless their module must compute on their present device."
@@ -189,7 +189,7 @@ def check_buffers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="buffers-left-behind",
             severity="bad",
-            sentence=f"Not on the compute device {facts.compute_device}: {join_few(names, 'buffer')}.",
+            sentence=f"{join_few(names, 'buffer')} not on the compute device {facts.compute_device}.",
             names=names,
             entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
             remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
@@ -232,9 +232,9 @@ def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="uneven-nonblocking",
             severity="hazard",
-            sentence="Sharded unevenly, and offloaded to pinned memory, perhaps by a non-blocking copy: "
-            f"{join_few(names)}; a rank with a shorter shard has padded it on the host at once, perhaps before "
-            "the copy arrived.",
+            sentence=f"{join_few(names)} sharded unevenly, and offloaded to pinned memory, perhaps by a non-blocking "
+            "copy; a rank with a shorter shard has padded it on the host at once, perhaps before the copy "
+            "arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
             remedy='offload with model.to("cpu"), which blocks.',
@@ -254,9 +254,8 @@ def check_outstanding_copy(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         kind="copy-outstanding",
         severity="note" if facts.stream_idle else "hazard",
-        sentence="In pinned host memory without an offload policy, as after a non-blocking copy: "
-        f"{format_count(count, 'tensor')}; {known} it cannot be known without waiting whether a copy on "
-        "another stream is under way.",
+        sentence=f"{format_count(count, 'tensor')} in pinned host memory without an offload policy, as after a "
+        f"non-blocking copy; {known} only a wait could show whether a copy on another stream is under way.",
         entry="non-blocking-d2h-read-too-early",
         remedy="call torch.accelerator.synchronize() before the host reads the tensors.",
     )
@@ -272,8 +271,9 @@ def check_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="no-backend-for-cpu",
             severity="hazard",
-            sentence=f"On the CPU, but in a process group with only a backend for {kind}: {join_few(names)}; "
-            "collectives on the CPU tensors fail (full_tensor, a full state dict, the norm of the gradients).",
+            sentence=f"{join_few(names)} on the CPU, but in a process group with only a backend for {kind}; "
+            "collectives on the CPU tensors fail (full_tensor, a full state dict, the norm of the "
+            "gradients).",
             names=names,
             entry="full-tensor-cpu-shard-nccl-only",
             remedy=(

@@ -85,7 +85,7 @@ def render_memory_table(memories: Iterable[StageMemory], width: int, color: bool
     for job in group_by_job(memories):
         unit, size = choose_unit(job.highest)
         limit = f", of {_format_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
-        title = f"{job.job}, {unit}, the rank that comes highest{limit}"
+        title = f"{job.job}, in {unit}, for the rank with the highest peak{limit}"
         console.print(Text(title, style="bold"), soft_wrap=True)
         console.print(*_render_job(job, size, width), sep="\n")
     assert isinstance(console.file, io.StringIO)

@@ -48,8 +48,8 @@ def find_after_load(
         yield Finding(
             kind="buffers-differ",
             severity="hazard",
-            sentence="With different values on some ranks when an extraction or a save last compared them: "
-            f"{join_few(differing, 'buffer')}; a saved or collected model has the values of one rank.",
+            sentence=f"{join_few(differing, 'buffer')} with different values on some ranks when an extraction or a "
+            "save last compared them; a saved or collected model has the values of one rank.",
             names=differing,
             remedy="broadcast or all-reduce the buffers before the save; full_state_dict() compares them again.",
         )
@@ -63,7 +63,7 @@ def find_after_load(
         yield Finding(
             kind="experts-hidden",
             severity="hazard",
-            sentence=f"Sharded over some of the model's ranks: {join_few(unknown)}; the other ranks may have other "
+            sentence=f"{join_few(unknown)} sharded over some of the model's ranks; the other ranks may have other "
             "tensors under the same names, such as experts that were divided before FSDP sharded them.",
             names=unknown,
             entry="hidden-experts-taken-for-all",
@@ -83,7 +83,7 @@ def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
         yield Finding(
             kind="unreadable",
             severity="hazard",
-            sentence=f"With memory that does not contain their values ({form}): {join_few(names, 'tensor')}; code that "
+            sentence=f"{join_few(names, 'tensor')} with memory that does not contain their values ({form}); code that "
             "gathers, casts, saves or loads their bytes, such as torch's full state dict, does not get the "
             "weights.",
             names=tuple(names),
@@ -105,10 +105,10 @@ def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="meta",
             severity="bad",
-            sentence=f"On the meta device, without values: {join_few(parameters)}{also}.",
+            sentence=f"{join_few(parameters)}{also} on the meta device, without values.",
             names=parameters + buffers,
             entry="in-place-load-into-meta",
-            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights"
+            remedy="model.to_empty(device=...), on the CPU under CPUOffloadPolicy; then load the weights"
             + (
                 ", and with them the buffers that no checkpoint has and that to_empty() leaves without values: "
                 f"load_full_tensors(..., buffers={{...}}) of {join_few(transient, 'buffer')}."
@@ -120,7 +120,7 @@ def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="meta",
             severity="bad",
-            sentence=f"On the meta device, without values, unlike the parameters: {join_few(buffers, 'buffer')}.",
+            sentence=f"{join_few(buffers, 'buffer')} on the meta device, without values, unlike the parameters.",
             names=buffers,
             entry="meta-buffers-stay-on-meta",
             remedy="compute the buffers again on the device; a load does not restore a buffer that no state dict has.",
@@ -173,8 +173,8 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
         yield Finding(
             kind="moments-rounded",
             severity="hazard",
-            sentence=f"Optimizer state ({entries}) in a dtype with fewer bits than its parameter's: {join_few(names)}; "
-            "unless the optimizer uses this dtype, a load has rounded the state.",
+            sentence=f"Optimizer state ({entries}) of {join_few(names)} in a dtype with fewer bits than the "
+            "parameter's; unless the optimizer uses this dtype, a load has rounded the state.",
             names=names,
             entry="moments-take-the-parameters-dtype",
             remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
@@ -198,8 +198,9 @@ def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimiz
         yield Finding(
             kind="counters-on-device",
             severity="note",
-            sentence=f"Step counters on the device, of an optimizer that is neither fused nor capturable: "
-            f"{join_few(waits)}; its step reads each on the host, and so waits for the device as often.",
+            sentence=f"The step counters of {join_few(waits)} are on the device, although the optimizer is neither "
+            "fused nor capturable; its step reads every counter on the host, and waits for the device each "
+            "time.",
             names=waits,
             remedy="for state in optimizer.state.values(): state['step'] = state['step'].cpu()",
         )
@@ -222,7 +223,7 @@ def _check_unmade_state(contents: ModelContents, optimizer: torch.optim.Optimize
         yield Finding(
             kind="state-cannot-be-made",
             severity="bad",
-            sentence=f"Half-moved, and without state in the optimizer: {join_few(names)}; an optimizer that makes its "
+            sentence=f"{join_few(names)} half-moved, and without state in the optimizer; an optimizer that makes its "
             "state from parameter.data, at once or in its first step, raises.",
             names=names,
             remedy='model.to("cpu"), then each buffer back to the device, and only then make the optimizer and step.',
@@ -235,8 +236,8 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="untied",
             severity="hazard",
-            sentence="Tied by the configuration (tie_word_embeddings), but two tensors: "
-            f"{'; '.join(' and '.join(pair) for pair in untied)}; the two train independently from now on.",
+            sentence=f"{'; '.join(' and '.join(pair) for pair in untied)}: tied by the configuration "
+            "(tie_word_embeddings), but two tensors, which train independently from now on.",
             names=tuple(name for pair in untied for name in pair),
             entry="load-from-meta-unties",
             remedy="model.tie_weights() after the load, before the first forward and before the optimizer is made."
@@ -248,8 +249,8 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="replaced",
             severity="bad",
-            sentence="Assigned or swapped after the first forward, while FSDP2 still gathers the former parameters: "
-            f"{join_few(replaced)}; the next forward does not use the module's present parameters.",
+            sentence=f"{join_few(replaced)} assigned or swapped after the first forward, while FSDP2 still gathers "
+            "the former parameters; the next forward does not use the module's present parameters.",
             names=replaced,
             remedy="call module.unshard() and module.reshard() of the FSDP module to restore FSDP2's parameter, and "
             "copy the values into this parameter. Tie before fully_shard.",
@@ -259,8 +260,8 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="memory-replaced",
             severity="bad",
-            sentence="With other memory than FSDP2 gathers, for example because of torch.utils.swap_tensors() after "
-            f"the first forward: {join_few(memory_replaced)}; forwards use the former values, but "
+            sentence=f"{join_few(memory_replaced)} with other memory than FSDP2 gathers, for example because of "
+            "torch.utils.swap_tensors() after the first forward; forwards use the former values, but "
             "optimizer.step() changes the present values.",
             names=memory_replaced,
             remedy="call model.load_state_dict(model.state_dict()), in which FSDP2 finds the new memory.",
@@ -269,7 +270,7 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="recast",
             severity="bad",
-            sentence=f"Cast after the first forward, while FSDP2 expects the former dtype: {join_few(recast)}; the "
+            sentence=f"{join_few(recast)} cast after the first forward, while FSDP2 expects the former dtype; the "
             "next forward or backward fails because of the dtype.",
             names=recast,
             remedy=(
@@ -283,11 +284,11 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="second-memory",
             severity="hazard",
-            sentence="With a local shard in other memory than the flat parameter, for example after model.cpu() and "
-            "model.to(device), or after lazy initialization under CPUOffload: "
-            f"{join_few(second_memories, 'unit')}. A state dict reads the flat parameter; a forward under "
-            "mixed precision reads the local shard, and each forward ends with the local shard. Values that "
-            "optimizer.step() writes to the flat parameter now are lost in the next forward.",
+            sentence=f"{join_few(second_memories, 'unit')} with a local shard in other memory than the flat "
+            "parameter, for example after model.cpu() and model.to(device), or after lazy initialization "
+            "under CPUOffload. A state dict reads the flat parameter; a forward under mixed precision reads "
+            "the local shard, and each forward ends with the local shard. Values that optimizer.step() "
+            "writes to the flat parameter now are lost in the next forward.",
             names=second_memories,
             remedy=(
                 "run `with FullyShardedDataParallel.summon_full_params(model): pass` on every rank before the forward."
@@ -297,8 +298,8 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="gradients-back",
             severity="hazard",
-            sentence="With gradients, and moved by model.to(), which restores gradients that zero_grad() has dropped: "
-            f"{join_few(restored)}; the next backward adds to these gradients.",
+            sentence=f"{join_few(restored)} with gradients, and moved by model.to(), which restores gradients that "
+            "zero_grad() has dropped; the next backward adds to these gradients.",
             names=restored,
             entry="fsdp1-move-brings-gradients-back",
             remedy="call optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
@@ -317,9 +318,9 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="extra-state",
             severity="note",
-            sentence=f"With state that is not a tensor (get_extra_state): {join_few(contents.extra_states, 'entry')}; "
-            "a state dict has this state, but full_tensors(), save_full_tensors() and load_full_tensors() omit "
-            "it.",
+            sentence=f"{join_few(contents.extra_states, 'entry')} with state that is not a tensor (get_extra_state); "
+            "a state dict has this state, but full_tensors(), save_full_tensors() and load_full_tensors() "
+            "omit it.",
             names=contents.extra_states,
             remedy="save the result of get_extra_state(), and pass it to set_extra_state() after a load.",
         )
@@ -327,7 +328,7 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="stray-piece",
             severity="bad",
-            sentence=f"Tied to a parameter of another FSDP1 unit before wrapping: {join_few(contents.stray_pieces)}; "
+            sentence=f"{join_few(contents.stray_pieces)} tied to a parameter of another FSDP1 unit before wrapping; "
             "only the other unit gathers it, and the module here has only this rank's piece.",
             names=contents.stray_pieces,
             remedy="put the modules that share the parameter into one FSDP1 unit.",
@@ -344,8 +345,8 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="mixed-dtypes",
             severity="bad",
-            sentence="Of several dtypes and trained in one unit of FSDP2, which accepts only one dtype: "
-            f"{join_few(mixed)}; the first forward fails (FSDP expects uniform original parameter dtype).",
+            sentence=f"{join_few(mixed)} of several dtypes and trained in one unit of FSDP2, which accepts only one "
+            "dtype; the first forward fails (FSDP expects uniform original parameter dtype).",
             names=mixed,
             entry="fsdp2-unit-of-several-dtypes",
             remedy=(
@@ -368,9 +369,9 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unsynchronized",
             severity="hazard",
-            sentence=f"With gradient synchronization off: {join_few(unsynchronized)}; the next backward does not "
-            "reduce their gradients, and an optimizer step after it does not train them, or trains each rank "
-            "separately.",
+            sentence=f"{join_few(unsynchronized)} with gradient synchronization off; the next backward does not "
+            "reduce their gradients, and an optimizer step after it does not train them, or trains each "
+            "rank separately.",
             names=unsynchronized,
             remedy=(
                 "call set_requires_gradient_sync(True) before an accumulation's last backward; with FSDP1, end "
@@ -382,7 +383,7 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unreplicated",
             severity="hazard",
-            sentence=f"With the all-reduce over the replicas off: {join_few(unreplicated)}; the next backward reduces "
+            sentence=f"{join_few(unreplicated)} with the all-reduce over the replicas off; the next backward reduces "
             "their gradients only within a shard group.",
             names=unreplicated,
             remedy="call set_requires_all_reduce(True) before the last backward of an accumulation.",
@@ -391,7 +392,7 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="backward-open-ended",
             severity="hazard",
-            sentence=f"With the next backward declared not to be the last: {join_few(open_ended)}; the next backward "
+            sentence=f"{join_few(open_ended)} with the next backward declared not to be the last; the next backward "
             "does not wait for the reduced gradients, which the following optimizer step would use.",
             names=open_ended,
             remedy="call set_is_last_backward(True) before the last backward of an accumulation.",
@@ -400,7 +401,7 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unfinished",
             severity="hazard",
-            sentence=f"Under CPUOffload below a root without it: {join_few(unfinished, 'flat parameter')}; FSDP1 does "
+            sentence=f"{join_few(unfinished, 'flat parameter')} under CPUOffload below a root without it; FSDP1 does "
             "not wait for their gradients on the way to the host, which an optimizer step reads too early.",
             names=unfinished,
             entry="fsdp1-partly-offloaded-gradients-unfinished",
@@ -411,8 +412,8 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unmanaged",
             severity="hazard",
-            sentence="Trained, but not sharded by FSDP, which reduces only gradients of sharded parameters: "
-            f"{join_few(unmanaged)}; unless the job reduces these gradients itself, each rank trains a "
+            sentence=f"{join_few(unmanaged)} trained, but not sharded by FSDP, which reduces only gradients of "
+            "sharded parameters; unless the job reduces these gradients itself, each rank trains a "
             "different copy.",
             names=unmanaged,
             remedy="also apply fully_shard to the module that owns the parameters, or all-reduce their gradients.",
@@ -421,7 +422,7 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-divided",
             severity="note",
-            sentence=f"With gradients divided by {divisor}, not by the number of ranks: {join_few(names)}; "
+            sentence=f"{join_few(names)} with gradients divided by {divisor}, not by the number of ranks; "
             "set_gradient_divide_factor was called, and its factor stays until the next call.",
             names=tuple(names),
         )
@@ -432,8 +433,8 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="shard-lost",
             severity="bad",
-            sentence="Moved while unsharded, for example by a manual offload after a step that raised; the shards are "
-            f"lost: {join_few(lost, 'flat parameter')}.",
+            sentence=f"{join_few(lost, 'flat parameter')} moved while unsharded, for example by a manual offload "
+            "after a step that raised; the shards are lost.",
             names=lost,
             entry="fsdp1-offload-replaces-unsharded-shards",
             remedy="build and wrap the model again, and load a checkpoint.",
@@ -492,7 +493,7 @@ def _check_pending_gathers(contents: ModelContents) -> Iterator[Finding]:
         yield Finding(
             kind="gather-pending",
             severity="hazard",
-            sentence=f"With a gather that was launched ahead and not used by a forward: {join_few(names)}; after a "
+            sentence=f"{join_few(names)} with a gather that was launched ahead and not used by a forward; after a "
             "load by torch the next forward uses the weights that were gathered before the load.",
             names=names,
             entry="fsdp2-pending-gather-outlives-a-load",
@@ -508,8 +509,8 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="gradients-kept",
             severity="hazard",
-            sentence=f"With gradients on the device ({format_bytes(nbytes)}), but shards that were offloaded by hand: "
-            f"{join_few(names)}.",
+            sentence=f"{join_few(names)} with gradients on the device ({format_bytes(nbytes)}), but shards that were "
+            "offloaded by hand.",
             names=names,
             remedy="optimizer.zero_grad() before the offload"
             + (
@@ -526,9 +527,9 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="offload-frees-nothing",
             severity="hazard",
-            sentence=f"Moved, but their former memory ({format_bytes(nbytes)} of the device) stays until the next "
-            f"forward, because FSDP1 keeps views of it: {join_few(names)}; these parameters are not sharded, "
-            "and have the compute dtype.",
+            sentence=f"{join_few(names)} moved, but their former memory ({format_bytes(nbytes)} of the device) stays "
+            "until the next forward, because FSDP1 keeps views of it; these parameters are not sharded, and "
+            "have the compute dtype.",
             names=names,
             entry="fsdp1-no-shard-offload-frees-nothing",
             remedy="shard over at least two ranks, or use float32 parameters with mixed precision.",
@@ -541,8 +542,8 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="unsharded-copy",
             severity="note",
-            sentence=f"Unsharded on the device in addition to the shards, {format_bytes(nbytes)} in all: "
-            f"{join_few(names)}; the cause is a forward without a backward, or reshard_after_forward=False.",
+            sentence=f"{join_few(names)} unsharded on the device in addition to the shards, {format_bytes(nbytes)} in "
+            "all; the cause is a forward without a backward, or reshard_after_forward=False.",
             names=names,
             remedy="call module.reshard() of each FSDP module; the next forward unshards it again.",
         )
@@ -550,9 +551,9 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="state-dict-held",
             severity="note",
-            sentence="In a dictionary with the model's names, in addition to the model: "
-            f"{format_count(number, 'tensor')} with {format_bytes(nbytes)} of device memory; the dictionary "
-            "lives as long as something refers to it.",
+            sentence=f"{format_count(number, 'tensor')} with {format_bytes(nbytes)} of device memory in a dictionary "
+            "with the model's names, in addition to the model; the dictionary lives as long as something "
+            "refers to it.",
             remedy="delete the dictionary after reading it, or read full_tensors(), which holds one tensor at a time.",
         )
     # CUDA's allocator of pinned memory takes a power of two for each tensor.
@@ -586,7 +587,7 @@ def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]
 def _list_tied_places(model: nn.Module, contents: ModelContents) -> set[str]:
     """Lists the names of parameters that FSDP2 itself treats as tied.
 
-    Before the first forward the modules may still have separate parameters there.
+    Before the first forward the modules may still have separate parameters under these names.
     """
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     places = [place for unit in contents.fsdp2_units for tied in unit.tied_places for place in tied]
@@ -608,7 +609,7 @@ def _find_restored_gradients(contents: ModelContents) -> Iterator[str]:
     """Lists original parameters of FSDP1 units whose gradients a move has restored.
 
     ``FullyShardedDataParallel._apply`` sets the gradients of the original parameters to views of the flat gradient.
-    After the next forward, restored gradients cannot be told from accumulated ones.
+    After the next forward, restored gradients cannot be distinguished from accumulated gradients.
     """
     for unit in contents.fsdp1_units:
         if unit.keeps_originals and len(unit.memories) > 1:

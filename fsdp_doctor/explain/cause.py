@@ -17,8 +17,10 @@ from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.places import JobCall, find_call
-from fsdp_doctor.explain.reading import read_failure, read_version_clash
+from fsdp_doctor.explain.prose import ProseReader
+from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
+from fsdp_doctor.explain.topics import find_topic
 from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
@@ -43,6 +45,8 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+# A message of fewer words says little of a failure.
+_FEWEST_WORDS = 3
 # In how many exceptions of a group the line of the job that led there is looked for.
 _MAX_CALLS = 16
 _SUMMARY_HEADING = "Root Cause (first observed failure)"
@@ -56,6 +60,8 @@ _FSDP = re.compile(
     r"|torch\.distributed\.(?:checkpoint|tensor)|checkpoint state_dict|CheckpointException|\.distcp\b"
     r"|SHARDED_STATE_DICT|cross-mesh|[Dd]evice ?[Mm]esh|_extra_state"
 )
+_OTHER_SHARDING = "another library's sharding (DeepSpeed, Megatron, fairscale, XLA)"
+_OF_DTENSORS = re.compile(r"to_local\b|full_tensor|DTensor|FSDP|fully_shard")
 # Failures that are raised wherever the program happens to be, so that the traceback says nothing: a kernel fails later
 # than it is launched, and every write to a full disk fails.
 _ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
@@ -70,11 +76,8 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 
-_ASK_FOR_TENSORS = (
-    "Which tensors did the failing call get? Run `fsdp_doctor.examine(model, optimizer)` right before the call."
-)
-# An operation that was given the wrong tensors; another exception is not explained by those.
-_OF_OPERANDS = re.compile(r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|gradients?|elements?)\b")
+# A command or a function of this program.
+_COMMAND = re.compile(r"fsdp[-_]doctor|py-spy|set_checkpoint_debug_enabled|torch\.no_grad")
 _FOREIGN = _load_kinds("foreign")
 _FSDP_FRAME = re.compile(r"\btorch/distributed/(?:_composable/)?fsdp/")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
@@ -292,6 +295,8 @@ class _Logs:
         self._truncated: list[str] = []
         self._killed_for_memory = ""
         self._symptom: Reading | None = None
+        self._prose: Reading | None = None
+        self._told = ""
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
@@ -299,6 +304,7 @@ class _Logs:
             return
         log = LogInput(path)
         reader, summaries, symptoms = ExceptionReader(log.name), SummaryReader(), SymptomReader(log.name)
+        prose = ProseReader(log.name)
         for piece in log.read_pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
                 lines = zip(piece.numbers, piece.lines, strict=True)
@@ -307,12 +313,15 @@ class _Logs:
             self._add(reader.read(piece))
             summaries.read(piece)
             symptoms.read(piece)
+            prose.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
             self._versions.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
         self._symptom = self._symptom or symptoms.end()
+        self._prose = self._prose or prose.end() or symptoms.told
+        self._told = self._told or prose.text
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -353,6 +362,9 @@ class _Logs:
         about_fsdp = cause is not None and self._is_about_fsdp(cause)
         text = cause.first.text if cause is not None and is_failure else ""
         foreign = _find_foreign_cause(cause.first) if cause is not None and is_failure and not about_fsdp else ""
+        # Another library's sharding may be built on torch's, as another exception of the same log shows.
+        if foreign == _OTHER_SHARDING and any(_OF_DTENSORS.search(group.first.text) for group in groups):
+            foreign = ""
         return Explanation(
             showing=showing,
             cause=cause,
@@ -388,20 +400,33 @@ class _Logs:
         if showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
         if cause is None:
-            return self._symptom
+            return self._symptom or self._prose
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions, self._find_call(cause))
+        reading = read_failure(cause.first, versions, self._find_call(cause), self._told)
+        # What a person says of another library's failure may be about anything.
+        symptom = self._symptom or (self._prose if about_fsdp and not matches else None)
         if reading is None:
-            reading = self._symptom
-        elif reading.vague and self._symptom is not None:
-            reading = replace(self._symptom, who=reading.who, when=reading.when, called=reading.called)
-        if reading is None or reading.decide or not about_fsdp or showing == "cut":
+            reading = symptom
+        elif reading.vague and symptom is not None:
+            reading = replace(symptom, who=reading.who, when=reading.when, called=reading.called)
+        if not matches and (reading is None or not reading.clash or len(cause.first.message.split()) < _FEWEST_WORDS):
+            others = (group.first for group in self._groups.values() if group is not cause and not group.consequence)
+            reading = read_other_failure(others, self._told) or reading
+        if not about_fsdp or showing == "cut" or any(match.grade == "likely" for match in matches):
             return reading
-        if not _OF_OPERANDS.search(cause.first.text):
+        return self._add_command(reading, cause.first)
+
+    def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
+        """Adds the command that says more of what the message is about, if the reading names none."""
+        topic = find_topic(raised.text)
+        if topic is None or (reading is not None and reading.clash and _COMMAND.search(reading.decide)):
             return reading
-        return replace(reading, decide=_ASK_FOR_TENSORS)
+        if reading is None:
+            reading = Reading(clash="", decide="", lines=(f"{raised.file}, line {raised.line}",))
+        clash = reading.clash or f"the message is about {topic.noun}"
+        return replace(reading, clash=clash, decide=f"{reading.decide} {topic.decide}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
         """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""

@@ -15,6 +15,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# So many times as many ranks may be in one of two jobs.
+_RANKS = (2, 512)
+
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way in which two facts of a job contradict each other. ``mechanisms.toml`` explains the fields."""
@@ -25,6 +28,10 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     symptom: bool = False
     alone: bool = False
     vague: bool = False
+    told: bool = False
+    subjects: tuple[str, ...] = ()
+    place: re.Pattern[str] | None = None
+    ratio: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,24 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
     match = next((match for pattern in mechanism.shown if (match := pattern.search(text))), None)
     if match is None:
         return None
-    facts = {name: value or "" for name, value in match.groupdict().items()}
+    facts = {name: (value or "").strip() for name, value in match.groupdict().items()}
     a, b = facts.get("a", ""), facts.get("b", "")
     if a.isdecimal() and b.isdecimal():
         facts["difference"] = str(abs(int(a) - int(b)))
+        facts["ratio"] = _find_ratio(int(a), int(b), mechanism.ratio) if mechanism.ratio else ""
+    if mechanism.ratio and not facts.get("ratio"):
+        return None
     return mechanism.clash.format_map(facts), mechanism.decide.format_map(facts)
+
+
+def _find_ratio(a: int, b: int, fewest: int) -> str:
+    """Returns how many times the smaller number is in the larger one, with at most one padding element for each; empty
+    if no number of ranks would explain the two.
+
+    fewest: the smallest shard that counts.
+    """
+    small, large = sorted((a, b))
+    if small < fewest:
+        return ""
+    times = round(large / small)
+    return str(times) if _RANKS[0] <= times <= _RANKS[1] and abs(large - times * small) <= times else ""

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
-from fsdp_doctor.explain.mechanisms import Reading, apply_mechanism, read_mechanisms
-from fsdp_doctor.explain.places import JobCall, find_when, find_who
+from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
+from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | None) -> Reading | None:
+def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str = "") -> Reading | None:
     """Returns the facts about one exception; None if neither its message nor its frames show any.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
+    told: what the log says in prose, which may name circumstances.
     """
-    clash, decide, is_vague = _read_clash(raised, versions, call)
+    clash, decide, is_vague = _read_clash(raised, versions, call, told)
     who, when = find_who(raised.frames), find_when(raised.frames)
     if not (clash or who or when):
         return None
@@ -29,7 +31,7 @@ def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | No
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None) -> tuple[str, str, bool]:
+def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
     A mechanism that the message shows comes first, and then the form of the traceback.
@@ -37,12 +39,48 @@ def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | Non
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
         return *found, False
-    for mechanism in read_mechanisms():
-        if not mechanism.symptom and (found := apply_mechanism(mechanism, text)):
-            return *found, mechanism.vague
+    if mechanism_found := _read_mechanism(raised, text, told):
+        return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
     return "", "", True
+
+
+def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:
+    """Returns what the first mechanism says that the message shows; None if it shows none."""
+    for mechanism in read_mechanisms():
+        if mechanism.symptom or not _is_placed(mechanism, raised):
+            continue
+        if found := apply_mechanism(mechanism, text):
+            return *_add_circumstances(*found, mechanism.subjects, raised, told), mechanism.vague
+    return None
+
+
+def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
+    """Returns the facts about the first of other exceptions in the log whose message shows a mechanism."""
+    for raised in others:
+        found = _read_mechanism(raised, " ".join((*raised.text.split(), raised.asserted)), told)
+        if found and not found[2]:
+            place = f"{raised.file}, line {raised.line}"
+            clash = f"another exception of the log says more ({shorten(raised.text)}): {found[0]}"
+            return Reading(clash=clash, decide=found[1], who=find_who(raised.frames), lines=(place,))
+    return None
+
+
+def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
+    """Returns whether the traceback goes through the place that a mechanism belongs to."""
+    return mechanism.place is None or any(mechanism.place.search(frame) for frame in raised.frames)
+
+
+def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
+    """Adds what the circumstances that the log names can mean for the failure."""
+    if not subjects:
+        return clash, decide
+    shown = (told, raised.text, *raised.frames, *raised.code_of.values())
+    names, causes = find_causes("\n".join(shown), subjects)
+    if not names:
+        return clash, decide
+    return f"{clash} (the log names: {', '.join(names)})", f"{join_causes(causes)} {decide}"
 
 
 def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.places import JobCall, find_function, find_package, find_who, shorten
+from fsdp_doctor.explain.versions import find_package as find_distribution
 
 _DELIBERATE = re.compile(r"(?:raise\b|assert\b|_?p_assert\(|torch\._check|self\._fail|fail\()")
 _OF_CHECKS = frozenset(
@@ -23,6 +24,8 @@ _OF_TENSORS = re.compile(
 _LOOKUPS = frozenset({"KeyError", "IndexError", "AttributeError", "StopIteration"})
 # Phases that a job is in: what fails below them is a state, and not the argument of the call.
 _PHASES = re.compile(r"^(?:forward|backward|step|training_step|_call_impl|fit|train|_?engine_run_backward|zero_grad)$")
+# Parts of torch that check the tensors of a model, which `examine` lists.
+_OF_SHARDED = ("torch's FSDP1", "torch's FSDP2", "torch's DTensor", "torch's tensor parallelism")
 # So many frames below its caller a function still checks the arguments of the call.
 _MAX_DEPTH = 8
 # So many frames below it the message may name an argument that the call left at its default.
@@ -52,6 +55,13 @@ _SIGNATURE = re.compile(
     r"missing \d+ required (?:positional|keyword-only) arguments?: .{1,80}"
     r"|takes .{0,30}positional arguments? but .{1,40})"
 )
+# A release that a package or a feature asks for.
+_REQUIRED = re.compile(
+    r"(?P<what>[\w`'\" -]{2,60}?) (?:requires|needs|depends on|is only (?:available|supported) (?:with|in|from|for))"
+    r" (?P<owner>pytorch|torch|transformers|accelerate|peft|trl|vllm|torchao|bitsandbytes|triton|torchdata|deepspeed)\b"
+    r"(?: version)? ?(?P<release>(?:>=|>|==|=|<=|<|~=)? ?v?\d[\w.+-]*\w)",
+    re.IGNORECASE,
+)
 # Functions of torch whose name in a message says who refused, where the log has no traceback.
 _NAMED_FUNCTION = re.compile(
     r"\b(?:fully_shard|init_device_mesh|distribute_(?:tensor|module)|parallelize_module|replicate|clip_grad_norm_"
@@ -59,16 +69,23 @@ _NAMED_FUNCTION = re.compile(
     r"(?=\(|`| (?:does|do|is|can|only|must|expects|requires|should))"
 )
 _ATTRIBUTE = re.compile(r"^AttributeError: '(?P<owner>\w+)' object has no attribute '(?P<name>\w+)'")
-_FSDP1_NAMES = frozenset({"_fsdp_wrapped_module", "_flat_param", "_handle", "flat_param", "summon_full_params"})
+_DTENSOR_NAMES = frozenset({"to_local", "full_tensor", "redistribute", "placements", "device_mesh", "from_local"})
+_FSDP1_NAMES = frozenset({
+    *("_fsdp_wrapped_module", "_flat_param", "_handle", "flat_param", "summon_full_params", "no_sync", "module"),
+    *("clip_grad_norm_", "set_state_dict_type", "optim_state_dict", "sharded_optim_state_dict"),
+    "full_optim_state_dict",
+})  # fmt: skip
 
 
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
     """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
+    if required := _REQUIRED.search(raised.message):
+        return _read_required(required, versions)
     match = next((match for pattern in _IMPORTED if (match := pattern.match(raised.text))), None)
     inside = None if match else _INSIDE.match(raised.text)
     if match is not None:
         owner, name = match["owner"].split(".", 1)[0], f"{match['owner']}.{match['name']}"
-    elif inside is not None and inside["name"] not in _FSDP1_NAMES:
+    elif inside is not None and inside["name"] not in _FSDP1_NAMES and not _is_of_wrapped_class(inside):
         owner, name = "torch", f"{inside['owner']}.{inside['name']}"
     elif (
         raised.frames
@@ -94,6 +111,21 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
     asker = _name_asker(package, versions, asking)
     clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
     return clash, _decide_versions(package, owner)
+
+
+def _read_required(required: re.Match[str], versions: Mapping[str, str]) -> tuple[str, str]:
+    owner = find_distribution(required["owner"])
+    what, release = required["what"].strip(), required["release"].strip()
+    clash = f"{what} needs {owner} {release}, and {_name_with_version(owner, versions)} is another"
+    return clash, (
+        f"Which version of {owner} is installed? `fsdp-doctor env` prints it: install {owner} {release}, or a release "
+        "of the caller that fits the installed one."
+    )
+
+
+def _is_of_wrapped_class(asked: re.Match[str]) -> bool:
+    """Returns whether a DTensor is asked for a name that belongs to the class of the tensor inside of it."""
+    return asked["owner"] == "DTensor" and not asked["name"].startswith("_") and asked["name"] not in _DTENSOR_NAMES
 
 
 def _name_with_version(package: str, versions: Mapping[str, str]) -> str:
@@ -151,7 +183,10 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     named = f"the argument `{argument}`" if argument else "the call"
     clash = f"`{function}` refuses {named}: {said}" if said else f"`{function}` refuses {named}"
     asked = f"Which value has `{argument}`" if argument else f"Which arguments does `{function}` get"
-    return clash, f"{asked} in {where}? Compare it with what the message asks for."
+    examine = ""
+    if find_who(raised.frames) in _OF_SHARDED:
+        examine = " `fsdp_doctor.examine(model)` right before it lists units, dtypes, devices and meshes."
+    return clash, f"{asked} in {where}? Compare it with what the message asks for.{examine}"
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
@@ -200,6 +235,13 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tup
     )
     code = raised.code_of.get(asking, "")
     asked = f" (`{shorten(code)}`)" if code else ""
+    if owner == "NoneType":
+        inside = find_function(asking)
+        return (
+            f"a value that `{inside}` takes for an object is None: it is asked for {name}{asked}",
+            f"Which step should have set it: a load, a wrap, a setting, another rank's part? The call is {call.where}; "
+            "print the value there on every rank.",
+        )
     return (
         f"{find_package(asking) or 'the job'} asks an object of the class {owner} for {name}{asked}, which it does "
         "not have",

@@ -121,7 +121,9 @@ def _render_answer(explanation: Explanation) -> list[str]:
             "",
         ]
     if explanation.grade == "possible":
-        return ["This may be a known failure, but the log does not say which one.", ""]
+        clash = _write_clash(explanation.reading) if explanation.reading is not None else ""
+        may_be = "This may be a known failure, but the log does not say which one."
+        return [f"{may_be} {clash}".rstrip(), *(_write_decision(explanation.reading) if clash else []), ""]
     entry, places = explanation.matches[0].entry, _join_places(explanation)
     fix = _find_fix(entry, explanation)
     lines = [_name_match(explanation.matches[0]), *([f"Fix: {fix}"] if fix else [])]
@@ -142,7 +144,10 @@ def _render_reading(explanation: Explanation) -> list[str]:
     if reading is None:
         return []
     lines = ["", f"Read from {', '.join(reading.lines)}:"]
-    is_in_answer = explanation.showing == "nothing" or (explanation.showing == "failure" and not explanation.matches)
+    is_in_answer = explanation.showing == "nothing" or (
+        explanation.showing == "failure"
+        and (not explanation.matches or (explanation.grade == "possible" and reading.clash))
+    )
     lines += [f"  who: {reading.who}"] if reading.who else []
     lines += [f"  when: {reading.when}"] if reading.when else []
     lines += [f"  called at: {reading.called}"] if reading.called and reading.called not in reading.decide else []

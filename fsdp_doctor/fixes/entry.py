@@ -71,8 +71,8 @@ _VERL_LEAVES = (
     "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
 )
 _TRANSFORMERS_PROMISES = (
-    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and other tensors where they "
-    "were put; during the load the shards are on the device, as without the fix"
+    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and other tensors stay where "
+    "they were put; during the load the shards are on the device, as without the fix"
 )
 _TRANSFORMERS_LEAVES = "models that are not offloaded"
 FIXES: tuple[FrameworkFix, ...] = (

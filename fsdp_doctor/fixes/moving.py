@@ -20,14 +20,14 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def move_unsharded(model: nn.Module, device: object) -> None:
-    """Moves what FSDP2 does not shard, in place."""
+    """Moves, in place, the tensors that FSDP2 does not shard."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)  # type: ignore[call-overload]
 
 
 def is_uneven(model: nn.Module) -> bool:
-    """Returns whether a parameter's sharded dimension does not divide by its ranks."""
+    """Returns whether a sharded dimension of any parameter cannot be divided evenly among its ranks."""
     return any(
         parameter.shape[placement.dim] % parameter.device_mesh.size(number)
         for parameter in model.parameters()

@@ -78,8 +78,8 @@ def load_sharded_optimizer(
     adapter_only: bool = False,
     **options: Any,
 ) -> Any:
-    """Replaces ``load_fsdp_optimizer``, which loads only state that the optimizer already has, and so none before a
-    step.
+    """Replaces ``load_fsdp_optimizer``, which loads only state that the optimizer already has, so it loads nothing
+    before the first step.
     """
     arguments = (fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only)
     is_sharded = fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT and options.get("use_dcp", True)

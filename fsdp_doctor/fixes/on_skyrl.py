@@ -22,7 +22,7 @@ def collect_adapter(original: Callable[..., Any], model: nn.Module) -> Any:
 
 
 def tie_before_sharding(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces ``apply_fsdp2``, which is given a model whose tied weights the move to meta has parted."""
+    """Replaces ``apply_fsdp2``, whose model has lost its ties: the move to the meta device separates tied weights."""
     if not model.config.tie_word_embeddings:
         return fall_back("a model without tied weights", original, model, *arguments)
     model.tie_weights()

@@ -20,7 +20,7 @@ from fsdp_doctor.weights.fingerprints import fingerprint
 
 
 def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """Replaces ``FSDPEngine.get_per_tensor_param`` before verl 0.9, which casts sharded tensors, that is the
+    """Replaces ``FSDPEngine.get_per_tensor_param`` before verl 0.9, which casts only sharded tensors, which are the
     parameters.
     """
     return _send(original, torch.bfloat16, engine, *arguments, **options)

@@ -55,10 +55,11 @@ def read_edits() -> list[Edit]:
 
 
 def render_patch(functions: Iterable[FixedFunction]) -> Patch:
-    """Renders the fixes as a patch, which needs only torch where there are edits, and this library elsewhere.
+    """Renders the fixes as a patch.
 
-    A function without edits is decorated with :func:`fsdp_doctor.fixes.use_fix`. Raises CannotRun where the rest of a
-    module is not as the edits were written for.
+    Functions with edits are changed so that they need only torch. The others are decorated with
+    :func:`fsdp_doctor.fixes.use_fix`, and need this library. Raises CannotRun if the rest of a module differs from the
+    source for which the edits were written.
     """
     functions = list(functions)
     edits = read_edits()
@@ -109,6 +110,9 @@ def _decorate(text: str, functions: Sequence[FixedFunction]) -> str:
 def _apply_edits(text: str, module: str, edits: Iterable[Edit]) -> str:
     for edit in edits:
         if text.count(edit.old) != 1:
-            raise CannotRun(f"fix {edit.fix}: {module} is not as its patch was written for; make the change by hand")
+            raise CannotRun(
+                f"fix {edit.fix}: {module} differs from the source for which its patch was written; "
+                "make the change by hand"
+            )
         text = text.replace(edit.old, edit.new)
     return text

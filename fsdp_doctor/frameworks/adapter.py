@@ -308,4 +308,6 @@ class Shims:
     def check_complete(self) -> None:
         """Raises AssertionError if a change that the table lists was not made."""
         if self._missing:
-            raise AssertionError(f"{self._framework}: its table lists {', '.join(sorted(self._missing))}, not made")
+            raise AssertionError(
+                f"{self._framework}: these shims of its table were not made: {', '.join(sorted(self._missing))}"
+            )

@@ -31,18 +31,18 @@ def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]
     if any(asked.own_sharding for asked in builds):
         plain = [each.names[0] for each in contents.parameters if not isinstance(each.tensor, DTensor)]
         if plain:
-            yield f"no DTensors, where the framework's own sharding makes them of all parameters: {join_some(plain)}"
+            yield f"parameters that are no DTensors under the framework's own sharding: {join_some(plain)}"
         if num_units:
-            yield f"{num_units} units of torch's FSDP, where the framework's own sharding was asked for"
+            yield f"{num_units} units of torch's FSDP instead of the framework's own sharding"
     elif num_units <= models.NUM_LAYERS:
-        yield f"{num_units} FSDP units, where the root and each of {models.NUM_LAYERS} layers must be a unit"
+        yield f"{num_units} FSDP units, but the root and each of {models.NUM_LAYERS} layers must be a unit"
     for asked in builds:
         if asked.strategies and strategy not in asked.strategies:
-            yield f"{strategy} where {' or '.join(asked.strategies)} was asked for"
+            yield f"{strategy} instead of {' or '.join(asked.strategies)}"
         if asked.offloads is not None and offloads != {asked.offloads}:
-            yield f"{_name_policy(offloads)} where {_name_policy({asked.offloads})} was asked for"
+            yield f"{_name_policy(offloads)} instead of {_name_policy({asked.offloads})}"
         if asked.state_dict_type and session.state_dict_type not in (None, asked.state_dict_type):
-            yield f"{session.state_dict_type} state dicts where {asked.state_dict_type} ones were asked for"
+            yield f"{session.state_dict_type} instead of {asked.state_dict_type} state dicts"
 
 
 def _name_policy(offloads: set[bool]) -> str:

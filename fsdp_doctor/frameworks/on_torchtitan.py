@@ -41,7 +41,7 @@ class TorchtitanSession(FrameworkSession):
         self._wait_for_save()
 
     def save(self, directory: pathlib.Path) -> None:
-        """Begins to save. An asynchronous save goes on during the next step, which waits for it at its end."""
+        """Begins to save. An asynchronous save continues during the next step, whose end waits for the save."""
         self._begin_save(directory, last_step=False)
 
     def _save(self, directory: pathlib.Path, last_step: bool) -> pathlib.Path:

@@ -104,13 +104,22 @@ def _parse(kind: type, value: Any) -> Any:
 
 
 def find_entry(name: str) -> KnownFailure:
-    """Finds an entry by its id or short code. Raises UsageError, which names the nearest entries, if there is none."""
-    by_name = {name: entry for entry in read_catalogue() for name in (entry.id, entry.short_code)}
-    if name not in by_name:
-        close = difflib.get_close_matches(name, by_name, n=3)
+    """Finds an entry by its id or short code: FD014, fd014 or FD14.
+
+    Raises UsageError, which names the nearest ids, if there is none.
+    """
+    entries = read_catalogue()
+    if code := re.fullmatch(r"FD(\d+)", name, re.IGNORECASE):
+        by_number = {int(entry.short_code.removeprefix("FD")): entry for entry in entries}
+        if (number := int(code[1])) in by_number:
+            return by_number[number]
+        raise UsageError(f"the catalogue has no entry {name!r}; the last is {by_number[max(by_number)].short_code}")
+    by_id = {entry.id: entry for entry in entries}
+    if name not in by_id:
+        close = difflib.get_close_matches(name, by_id, n=3)
         near = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UsageError(f"the catalogue has no entry {name!r}{near}")
-    return by_name[name]
+    return by_id[name]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,9 +138,10 @@ def _list_signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(dict.fromkeys((find_anchor(pattern), pattern) for e in read_catalogue() for pattern in e.signatures))
 
 
-def list_anchors() -> list[str]:
+@functools.cache
+def list_anchors() -> tuple[str, ...]:
     """Lists the literal pieces of signatures. A line that matches a signature contains at least one of them."""
-    return sorted({literal for literal, _ in _list_signatures()} - {""})
+    return tuple(sorted({literal for literal, _ in _list_signatures()} - {""}))
 
 
 def match_message(message: str, traceback: str = "") -> list[KnownFailure]:

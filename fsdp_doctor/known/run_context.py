@@ -60,7 +60,9 @@ class RunContext:
 
     @property
     def non_blocking_copies(self) -> CopyCompletion:
-        """Returns when a non-blocking copy to the host finishes. On an accelerator this depends on a race."""
+        """Returns the moment at which a non-blocking copy to the host finishes, which on an accelerator depends on a
+        race.
+        """
         match self.device_kind:
             case "cpu":
                 return "at once"

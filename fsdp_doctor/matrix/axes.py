@@ -124,8 +124,8 @@ class OffloadWay(AxisValue):
     )
     AROUND_STEP = (
         "optimizer-around-step",
-        "the optimizer state is on the device only during the update, before which gradients of two batches are "
-        "accumulated (verl#7804)",
+        "the optimizer state is on the device only during the update; the gradients of two batches are accumulated "
+        "before each update (verl#7804)",
     )
 
 
@@ -247,10 +247,14 @@ class Model(AxisValue):
     QWEN3_MOE = "qwen3-moe", "Qwen3-MoE with fused 3-D experts"
     QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
     QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
-    QWEN3_QLORA = "qwen3-qlora", "the same over linear layers in 4 bits (bitsandbytes, NF4), stored as float32"
+    QWEN3_QLORA = (
+        "qwen3-qlora",
+        "like qwen3-lora, but the linear layers are in 4 bits (bitsandbytes, NF4), stored as float32",
+    )
     QWEN3_QLORA_BF16 = (
         "qwen3-qlora-bf16",
-        "the same in bfloat16: codes are stored as bfloat16, and the scales are quantized, too (double quantization)",
+        "like qwen3-qlora, but in bfloat16: codes are stored as bfloat16, and the scales are quantized, too "
+        "(double quantization)",
     )
     QWEN3_FLOAT8 = "qwen3-float8", "Qwen3 whose decoder layers are gathered and multiplied in float8 (torchao)"
     QWEN3_MXFP8 = "qwen3-mxfp8", "Qwen3 whose decoder layers are multiplied in MXFP8 (torchao's prototype)"

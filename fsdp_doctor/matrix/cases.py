@@ -294,7 +294,7 @@ def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
 
 
 def make_scenario(values: Mapping[str, str]) -> Scenario:
-    """Makes a scenario from values by axis that come from outside; axes that are left out have their defaults.
+    """Makes a scenario from values by axis, which may be invalid. Axes that are left out have their defaults.
 
     Raises KeyError for an unknown axis, ValueError for an unknown value.
     """

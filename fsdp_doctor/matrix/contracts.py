@@ -1,4 +1,6 @@
-"""Contract of a method. The table of methods has the matrix's contracts, and ``promises`` declares a user's."""
+"""Defines the contracts of methods: the table of methods declares those of the matrix, and a user declares one with
+``promises``.
+"""
 
 from __future__ import annotations
 

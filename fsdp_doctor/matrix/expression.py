@@ -1,14 +1,14 @@
 """Language of ``-k``: words joined by and, or, not and parentheses, matched against case ids.
 
-A word matches an id that has it at the beginning of a word: ``state_dict`` matches ``get_model_state_dict``, but
-``staged`` does not match ``unstaged``. ``not`` binds most tightly, then ``and``, then ``or``, as in Python and in
-pytest's own ``-k``.
+A word of the expression matches an id if a word of the id begins with it: ``state_dict`` matches
+``get_model_state_dict``, but ``staged`` does not match ``unstaged``. ``not`` binds most tightly, then ``and``, then
+``or``, as in Python and in pytest's own ``-k``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fsdp_doctor.errors import UsageError
 
@@ -27,6 +27,16 @@ def compile_expression(text: str) -> Predicate:
     if rest:
         raise UsageError(f"-k {text!r}: {rest[0]!r} is not expected here; join words with and, or, not")
     return predicate
+
+
+def find_unmatched_words(text: str, case_ids: Collection[str]) -> list[str]:
+    """Returns the words of an expression that match none of the ids."""
+    words = [word for word in _TOKEN.findall(text) if word not in ("and", "or", "not", "(", ")")]
+    return [word for word in dict.fromkeys(words) if not any(map(_compile_word(word).search, case_ids))]
+
+
+def _compile_word(word: str) -> re.Pattern[str]:
+    return re.compile(r"(?<![A-Za-z0-9])" + re.escape(word))
 
 
 def _parse_disjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
@@ -58,7 +68,7 @@ def _parse_term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
         case [")" | "and" | "or" as token, *_]:
             raise UsageError(f"-k {text!r} has {token!r}, but a word is expected")
         case [word, *rest]:
-            found = re.compile(r"(?<![A-Za-z0-9])" + re.escape(word))
+            found = _compile_word(word)
             return (lambda case_id: found.search(case_id) is not None), rest
         case _:
             raise UsageError(f"-k {text!r} ends where a word is expected")

@@ -3,9 +3,9 @@
 The default matrix has both strategies, all eight of verl's flag combinations, unstaged and staged, with every method;
 one to three scenarios for each of ``partial``, ``moved`` and ``optimizer-around-step``; extractions after a training
 step; and loads before the first step, also from the meta device and with checkpoints that do not fit. The level
-``full`` adds every other axis value, one variant of the default at a time (two if they are known to interact), each
-with the offloads that behave differently. The level ``quick`` has the scenarios that break most often, with the methods
-that a framework is known to use.
+``full`` adds every other axis value, one at a time (or two that are known to interact), with the offloads that behave
+differently. The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to
+use.
 """
 
 from __future__ import annotations

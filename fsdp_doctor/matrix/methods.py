@@ -54,11 +54,12 @@ class MatrixMethod(Method):
 
     def applies(self, scenario: Scenario) -> bool:
         """Returns whether the method makes sense in the scenario; the probe finds out whether it works."""
+        if scenario.version not in self.fsdp or not self.has_values(scenario.values):
+            return False
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
         suits = suits and (not self.trains or _is_between_steps(scenario))
-        suits = suits and (self._concerns_optimizers or scenario.optimizer is Optimizer.ADAMW)
-        return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
+        return suits and (self._concerns_optimizers or scenario.optimizer is Optimizer.ADAMW)
 
     @property
     def _concerns_optimizers(self) -> bool:
@@ -106,7 +107,7 @@ def list_methods(scenario: Scenario, direction: Direction | None = None) -> tupl
 
     direction: only the methods of this direction.
     """
-    return tuple(method for method in METHODS if method.applies(scenario) and direction in (None, method.direction))
+    return tuple(method for method in METHODS if direction in (None, method.direction) and method.applies(scenario))
 
 
 def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:

@@ -13,7 +13,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import AXIS, check_axis_value, describe_nearest
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.expression import compile_expression
+from fsdp_doctor.matrix.expression import compile_expression, find_unmatched_words
 from fsdp_doctor.matrix.extent import (
     Level,
     has_methods_in_use_alone,
@@ -68,13 +68,19 @@ def select(selection: Selection) -> list[AnyCase]:
         cases = list(_list_framework_cases(selection))
     else:
         cases = list(_list_cases(selection, user_methods))
+    before = cases
     if selection.expression:
         matches = compile_expression(selection.expression)
         matching = [case for case in cases if matches(case.id)]
         beside = {fix for case in matching for fix in _list_fixes(case)} if selection.fix else set()
         cases = [case for case in cases if case in beside or matches(case.id)]
     if not cases:
-        raise CannotRun("no case is selected; `fsdp-doctor list` prints what the same options select")
+        unmatched = find_unmatched_words(selection.expression, [case.id for case in before])
+        why = f": no case that the other options select has {' or '.join(map(repr, unmatched))}" if unmatched else ""
+        raise CannotRun(
+            f"no case is selected{why}; `fsdp-doctor list --axes` and `fsdp-doctor list --methods` print the words of "
+            "case ids"
+        )
     return _sort_by_generation(dict.fromkeys(cases))
 
 
@@ -184,11 +190,13 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
             of_user = user_methods if direction == directions[0] else ()
             methods = list_methods(scenario, direction)
             in_use_alone = has_methods_in_use_alone(selection.level, scenario, bool(selection.axes))
-            usual = [method for method in methods if not method.is_fix and (method.used_by or not in_use_alone)]
-            asked = [method for method in methods if method.name in named] if named else usual
+            usual = {method.name for method in methods if not method.is_fix and (method.used_by or not in_use_alone)}
+            asked = {method.name for method in methods if method.name in named} if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
             yield from (
-                Case(scenario, method.name) for method in methods if method in asked or (method.is_fix and with_fixes)
+                Case(scenario, method.name)
+                for method in methods
+                if method.name in asked or (method.is_fix and with_fixes)
             )
             yield from (Case(scenario, name) for name in of_user)
 
@@ -196,7 +204,8 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
 def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
     """Sorts the cases so that the cases of one scenario, and the scenarios of one backend, are together.
 
-    Each of these needs its own workers. Cases of frameworks come last, grouped by framework.
+    Each scenario of a framework, and each backend, needs its own workers. Cases of frameworks come last, grouped by
+    framework.
     """
     first_seen: dict[AnyScenario, int] = {}
     order = list(AXIS["backend"].values)

@@ -132,7 +132,7 @@ def _describe_last_rank(role: RolePlan) -> str:
             f" The figures are for rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less "
             "at the peak of a step.\n\n"
         )
-    return " Every rank of a shard group holds as much.\n\n" if rank else ""
+    return " Every rank of a shard group holds the same amount.\n\n" if rank else ""
 
 
 def _describe_role(setup: RoleSetup) -> str:

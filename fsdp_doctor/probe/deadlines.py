@@ -28,7 +28,7 @@ class Limits:
     """Limits on the time and the memory of a worker.
 
     start: seconds without progress while starting a generation, building a scenario, or in the doctor's own work on it;
-        these grow with the model.
+        the larger the model, the longer these take.
     stage: seconds without progress in any other stage; None derives the limit from the durations of this run's stages.
     grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None means 5, or 2 if
         they are idle.
@@ -98,7 +98,7 @@ class Watch:
     def look(
         self, records: Sequence[Record | None], in_trouble: Callable[[], bool], idle_seconds: Callable[[], float]
     ) -> StopWorker | None:
-        """Returns the order to stop the workers once a deadline has passed; None before.
+        """Returns the order to stop the workers once a deadline has passed; None before that.
 
         records: the last record of each rank.
         in_trouble: whether some rank can keep the others from finishing.
@@ -114,7 +114,7 @@ class Watch:
         if self._trouble_at is None and in_trouble():
             self._trouble_at = now
         if self._trouble_at is not None and self._is_grace_over(now - self._trouble_at, idle_seconds):
-            return StopWorker(why="others", detail="still at it when another rank was in trouble")
+            return StopWorker(why="others", detail="still running when another rank was in trouble")
         hung_for = self._find_passed_deadline(idle_seconds)
         if hung_for is None:
             return None
@@ -141,7 +141,7 @@ class Watch:
         return idle_seconds() >= _IDLE_GRACE
 
     def _find_passed_deadline(self, idle_seconds: Callable[[], float]) -> float | None:
-        """Returns the deadline in seconds if it has passed; None before."""
+        """Returns the deadline in seconds once it has passed; None before that."""
         deadline = self._deadlines.choose(self._stage)
         if self._still > deadline.busy:
             return deadline.busy

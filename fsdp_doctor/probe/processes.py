@@ -66,10 +66,10 @@ class _Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """A sample of a session.
+    """Sample of a session of processes at one time.
 
-    processor_seconds: the processor time of all its processes so far.
-    threads: maps ids to threads.
+    processor_seconds: the processor time that all processes of the session have used so far.
+    threads: the state of each thread, by the thread's id.
     """
 
     time: float

@@ -221,7 +221,8 @@ class Supervisor:
     def _must_wait_for_the_others(self, process: WorkerProcess, round_: Round) -> bool:
         """Returns whether the other ranks' workers must be stopped before this rank's suspended worker.
 
-        A suspended worker is woken to write its stack. If the others still ran, it would let their collectives finish.
+        A suspended worker is woken to write its stack. If the other workers still ran, the woken worker would let their
+        collectives finish.
         """
         if self._stop_seen_at is None:
             self._stop_seen_at = time.monotonic()

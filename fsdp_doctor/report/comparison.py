@@ -17,6 +17,7 @@ from fsdp_doctor.verdict.classification import fold, strip_seconds
 
 IGNORABLE = ("device",)
 
+_ORDER = ("verdict", "only in one", "reason", "ranks", "yielded")
 _DEVICE = re.compile(r"\b(?:cuda|xpu|hpu|npu|emulated)\b")
 
 
@@ -31,12 +32,16 @@ class Difference:
 
 
 def list_differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
-    """Lists the first difference of each case that differs.
+    """Lists the first difference of each case that differs: verdicts first, then as ``_ORDER`` has it.
+
+    If the reports are of two types of device, the type's name alone is no difference in what was yielded.
 
     ignore: "device" treats all devices as equal, whatever their names and indices. It also ignores the place in which a
         rank hangs, because the host of a GPU may run ahead to the next synchronization.
     """
     differences = []
+    types = {report.device.partition(":")[0] for report in (left, right)}
+    is_renamed = len(types) > 1
     results = {result.id: result for result in left.results}
     others = {result.id: result for result in right.results}
     for case_id in results | others:
@@ -45,11 +50,11 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
             kinds = [result.verdict.kind if result is not None else "not there" for result in (a, b)]
             differences.append(Difference(case_id=case_id, what="only in one", left=kinds[0], right=kinds[1]))
             continue
-        facts, other_facts = _select_compared_facts(a, ignore), _select_compared_facts(b, ignore)
+        facts, other_facts = (_select_compared_facts(each, ignore, is_renamed=is_renamed) for each in (a, b))
         what = next((name for name in facts if name in other_facts and facts[name] != other_facts[name]), None)
         if what is not None:
             differences.append(Difference(case_id=case_id, what=what, left=facts[what], right=other_facts[what]))
-    return differences
+    return sorted(differences, key=lambda difference: _ORDER.index(difference.what))
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:
@@ -60,8 +65,11 @@ def select_common_cases(differing: list[Difference]) -> list[Difference]:
     return [difference for difference in differing if difference.what != "only in one"]
 
 
-def _select_compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
-    """Selects the facts to compare, the most important first. Older reports do not have "yielded"."""
+def _select_compared_facts(result: CaseResult, ignore: frozenset[str], *, is_renamed: bool) -> dict[str, str]:
+    """Selects the facts to compare, the most important first. Older reports do not have "yielded".
+
+    is_renamed: whether the name of the accelerator's type is replaced in what was yielded.
+    """
     verdict = result.verdict
     reasons = [strip_seconds(text) for text in (verdict.reason, *verdict.also)]
     if "device" in ignore and verdict.kind == "hang":
@@ -76,6 +84,8 @@ def _select_compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[s
             ", ".join(f"{count} {sort}" for sort, count in sorted(of_rank.items())) or "nothing"
             for of_rank in result.yielded
         )
+    if is_renamed and "yielded" in facts:
+        facts["yielded"] = _DEVICE.sub("device", facts["yielded"])
     if "device" in ignore:
         for name in facts.keys() & {"reason", "yielded"}:
             facts[name] = _DEVICE.sub("device", fold(facts[name]))

@@ -81,7 +81,7 @@ def _start_report(path: pathlib.Path, report: Report) -> None:
 def read_report(path: pathlib.Path) -> Report:
     """Reads a report, together with the journal if the report is incomplete.
 
-    A file name that ends in .gz is decompressed.
+    A file whose name ends in .gz is decompressed.
 
     Raises UsageError for anything else.
     """

@@ -162,7 +162,9 @@ def _make_exception_pattern(result: CaseResult) -> str:
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:
-    """Makes a pattern for the number of bad entries and the first few names; empty if the script would have others."""
+    """Makes a pattern for the number of bad entries and the first few names; empty if a script would list other
+    entries.
+    """
     contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
     # For FSDP1, a script compares flat parameters, but a report compares the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):

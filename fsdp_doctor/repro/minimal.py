@@ -138,11 +138,11 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
         case "race" | "order" | "died":
             return "it shows only in some runs, or only while another process works"
         case "poisoned" if not scenario.transfer.is_blocking:
-            return "its copies come too late, which only the full script waits for"
+            return "only the full script waits for copies that come too late"
     cast = scenario.checkpoint in (CheckpointFit.FP32, CheckpointFit.BF16)
     moments_or_files = contract.given != "full" or contract.loads != "model"
     if contract.direction == "in" and scenario.version == 1 and cast and moments_or_files:
-        return "FSDP1's shards have one dtype, and a short script has no second run"
+        return "a checkpoint of FSDP1 in another dtype needs a second run, which a short script does not have"
     if kind == "wrong" and contract.form in ("flat", "local", "optimizer"):
         return f"a short script cannot say which values are right for a method that yields {contract.form} tensors"
     return ""

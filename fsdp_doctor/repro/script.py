@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import sys
 import textwrap
@@ -71,7 +72,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
 
 
 def locate_method(case: Case) -> MatrixMethod:
-    """Returns the method of the case. Raises UsageError if a script cannot have it."""
+    """Returns the method of the case. Raises UsageError if no script can be written for it."""
     scenario = case.scenario
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
@@ -207,8 +208,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     A method yields the pairs, or returns them in a mapping. torch's contexts decorate the method's function. If it is a
     generator, each of its steps runs in the context.
     """
-    definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
-    definition = next(node for node in definitions if node.name == function)
+    definition = next(node for node in _list_functions(module) if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     arguments = ", ".join(argument.arg for argument in definition.args.args)
     match context:
@@ -223,8 +223,15 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
+@functools.cache
+def _list_functions(module: str) -> tuple[ast.FunctionDef, ...]:
+    return tuple(node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef))
+
+
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones. A case that raises before has no values."""
+    """Returns whether the script compares values with the true ones. A case that raises before it has values needs no
+    comparison.
+    """
     kind = expectation.kind
     if method.contract.form == "flat":
         return False

@@ -1,8 +1,9 @@
 """Compares the straight and the resumed run of one rank, and finds which other state a wrong value equals.
 
-The state in a checkpoint shows at the first step after it: weights, optimizer, schedule, scaler, averages. The straight
-run saved this state itself, so the resumed run must start from it bit by bit, even if the program is not repeatable.
-Batches, generators and gradients are drawn or computed, so they can be compared only if the program is repeatable.
+The state that a checkpoint restores can be seen at the first step after the load: weights, optimizer, schedule, scaler,
+averages. The straight run saved this state itself, so the resumed run must start from it bit by bit, even if the
+program is not repeatable. Batches, generators and gradients are drawn or computed, so they can be compared only if the
+program is repeatable.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ ResumeSymptom: TypeAlias = Literal[
     "weights-of-no-step",
     "frozen-weights",
     "state-missing",
+    "state-not-loaded",
     "state-of-a-dummy-step",
     "step-counters",
     "state-of-another-step",
@@ -227,7 +229,13 @@ class RankComparison:
         missing = [name for name in having if not begun.get(name)]
         if missing:
             text = f"{len(missing)} of {len(having)} parameters have no optimizer state"
-            yield _make("optimizer", "state-missing", missing, text)
+            # The group of a parameter is named "optimizer 0 group 1".
+            optimizers = {self._begun.groups[name].split()[1] for name in missing if name in self._begun.groups}
+            if optimizers and optimizers <= {str(which) for which in self._begun.not_loaded}:
+                text += ", and the resumed run did not call load_state_dict of their optimizer"
+                yield _make("optimizer", "state-not-loaded", missing, text)
+            else:
+                yield _make("optimizer", "state-missing", missing, text)
         wrong = [name for name in having if name not in missing and expected[name] != begun[name]]
         if not wrong:
             return
@@ -395,7 +403,7 @@ class RankComparison:
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:
             if wanted >= length and (wanted - index) % length == 0:
-                text += f": the same place of another epoch, of {length} batches"
+                text += f": the same position in another epoch of {length} batches"
                 return _make("data", "data-of-another-epoch", (), text)
         symptom: ResumeSymptom = "data-from-the-beginning" if index == 0 else "data-shifted"
         return _make("data", symptom, (), text)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import gc
 import hashlib
 import inspect
@@ -24,6 +25,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -214,6 +216,7 @@ class StepRecorder:
         # Those through which the optimizer is stepped.
         self._frameworks: list[str] = []
         self._main: Optimizer | None = None
+        self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The first module that was called for training.
         self._model: nn.Module | None = None
         self._heap: _Heap | None = None
@@ -229,8 +232,19 @@ class StepRecorder:
     def install(self) -> None:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        self._watch_loads()
         self._find_root()
         atexit.register(self._say_why_nothing)
+
+    def _watch_loads(self) -> None:
+        load = Optimizer.load_state_dict
+
+        @functools.wraps(load)
+        def load_seen(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
+            self._loaded.add(optimizer)
+            return load(optimizer, *arguments, **options)
+
+        Optimizer.load_state_dict = load_seen  # type: ignore[method-assign, assignment]
 
     def _find_root(self) -> None:
         """Records the batches of the first module that is called for training and has trainable parameters."""
@@ -341,6 +355,10 @@ class StepRecorder:
                     self._line["averages"][type(root).__name__] = _digest_all(root.named_parameters())
         which = len(line.setdefault("optimizers", []))
         line["optimizers"].append(type(optimizer).__name__)
+        # A load by a function of the optimizer's own class is not seen.
+        is_seen = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        if is_seen and optimizer not in self._loaded:
+            line.setdefault("not_loaded", []).append(which)
         labels = {id(p): names.get(id(p), f"optimizer {which} parameter {at}") for at, (_, p) in enumerate(trained)}
         for number, p in trained:
             label = labels[id(p)]

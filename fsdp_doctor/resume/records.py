@@ -40,6 +40,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     averages: the state of objects that average weights, and the parameters of other models in the process.
     batches: digests of the model's input tensors, for each forward since the last step.
     generators: digests of the random number generators' states at the first forward since the last step.
+    not_loaded: the places in ``optimizers`` of those whose load_state_dict this process has not called.
     epochs: the lengths of the data loaders, in batches.
     written: files of the job that have changed since the last step.
     ended: whether this is the final record, which has only the weights after the last step.
@@ -60,6 +61,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     batches: list[list[str]] = []
     generators: Digests = {}
     optimizers: list[str] = []
+    not_loaded: list[int] = []
     epochs: list[int] = []
     written: list[str] = []
     seconds: float = 0.0

@@ -114,7 +114,7 @@ def test_missing_meshes_of_experts_and_a_wrong_number_of_ranks_are_noticed() -> 
     if private.has_placements_on_meshes():
         facts = read_facts(trainer.model, trainer.optimizer)
         assert _named(facts, _PLAIN.change(model="qwen3-moe", sharding="experts")) == {"groups"}
-    with pytest.raises(NotAsNamed, match=r"spreads: .* ranks: 2 where 3 was asked for"):
+    with pytest.raises(NotAsNamed, match=r"spreads: .* ranks: 2 instead of 3"):
         check(trainer.model, trainer.optimizer, trainer.scenario, device="emulated", ranks=3)
 
 
@@ -126,7 +126,7 @@ def test_a_model_of_a_framework_is_compared_only_by_the_requested_facts() -> Non
     actual = read_facts(model, optimizer)
     assert find_mismatches(actual, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
     (sentence,) = find_mismatches(actual, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
-    assert sentence.split() == ["strategy:", "fsdp2", "where", "fsdp1-orig", "was", "asked", "for"]
+    assert sentence.split() == ["strategy:", "fsdp2", "instead", "of", "fsdp1-orig"]
 
 
 def test_every_fact_can_be_asked_for_by_an_id() -> None:
@@ -145,4 +145,4 @@ def test_an_offload_that_does_nothing_is_no_verdict_about_a_method(tmp_path: pat
     )
     verdict = run.result("misbuilt:honest").verdict
     assert verdict.kind == "lost", verdict
-    assert "shards_on: emulated where cpu was asked for" in verdict.reason
+    assert "shards_on: emulated instead of cpu" in verdict.reason

@@ -119,7 +119,7 @@ def test_a_session_with_own_sharding_has_dtensors_and_no_fsdp_unit() -> None:
     own = [ConfiguredBuild(only={}, own_sharding=True)]
     session.model, _ = _divide()
     assert list(find_mismatches(session, own)) == []
-    assert list(find_mismatches(session, [])) == ["0 FSDP units, where the root and each of 2 layers must be a unit"]
+    assert list(find_mismatches(session, [])) == ["0 FSDP units, but the root and each of 2 layers must be a unit"]
     session.model = _plain()
     (sentence,) = find_mismatches(session, own)
-    assert sentence.endswith("makes them of all parameters: weight, bias")
+    assert sentence.endswith("sharding: weight, bias")

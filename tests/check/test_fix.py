@@ -8,6 +8,7 @@ import pathlib
 import pytest
 from support.checked import CONFIGS, checked
 from support.inside import doctor
+from support.places import ROOT
 
 from fsdp_doctor.known.catalogue import find_entry
 
@@ -54,6 +55,21 @@ def test_write_changes_the_file_and_keeps_its_comments(tmp_path: pathlib.Path) -
     done = doctor("check", str(file), "--framework-version", "0.7.1", "--fix", "--write")
     assert (done.code, done.stdout) == (0, "")
     assert file.read_text() == text.replace("offload_policy: True  # memory", "offload_policy: False  # memory")
+
+
+def test_a_remedy_is_carried_out_and_what_is_left_is_said(tmp_path: pathlib.Path) -> None:
+    text = (ROOT / "examples/verl-5995/config.txt").read_text()
+    file = tmp_path / "config.txt"
+    file.write_text(text)
+    arguments = ("check", str(file), "--framework-version", "all", "--fix")
+    done = doctor(*arguments)
+    key = "actor_rollout_ref.actor.fsdp_config.offload_policy"
+    assert (done.code, _list_changed_lines(text, done.stdout)) == (1, [f"- {key}=true", f"+ {key}=false"]), done
+    assert "the changed file still has state-dict-held-across-offload" in done.stderr
+    assert "the changed file still has fsdp2-pinned-policy-half-moved" not in done.stderr
+    assert doctor(*arguments, "--write").code == 1
+    left = {finding.entry for finding in checked(str(file), version="all").findings if finding.bad}
+    assert left == {"state-dict-held-across-offload"}
 
 
 def test_where_no_single_setting_mends_it_that_is_said() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from program import doctor, run
+from program import run
 from safetensors.torch import save_file
 from support import saved_checkpoints as saved
+from support.inside import doctor
 
 from fsdp_doctor.checkpoints import targets
 from fsdp_doctor.checkpoints.conversion import convert

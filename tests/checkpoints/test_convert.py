@@ -174,6 +174,10 @@ def test_the_class_comes_from_the_model_type_or_nothing_is_written(tmp_path: pat
     (tmp_path / "job" / "config.json").unlink()
     done = doctor(*command)
     assert (done.code, "no config.json" in done.stderr) == (0, True), done.stderr
+    assert "--overwrite and --config DIR" in done.stderr
+    done = doctor(*command, "--overwrite", "--config", str(tmp_path / "hub"))
+    assert (done.code, "no config.json" in done.stderr) == (0, False), done.stderr
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:

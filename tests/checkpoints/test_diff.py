@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 import torch
-from program import doctor
 from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
+from support.inside import doctor
 
 from fsdp_doctor.cli.checkpoint import diff, verify
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 from fsdp_doctor.weights.names import read_hub_parts
 
@@ -181,3 +182,9 @@ def test_fused_experts_are_compared_with_the_hub_s_own(tmp_path: pathlib.Path) -
     found = compare_checkpoints(hub, changed, find_parts=read_hub_parts)
     assert [each.name for each in found.differences] == ["model.layers.1.mlp.experts.2.down_proj.weight"]
     assert exit_code(job, changed, config=str(hub)) == 1
+
+
+@pytest.mark.parametrize(("name", "meant"), [("bf16", "bfloat16"), ("bfloat", "bfloat16"), ("fp16", "float16")])
+def test_an_unknown_dtype_gets_the_name_that_torch_has(name: str, meant: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {meant}\\?"):
+        diff(checkpoint=tmp_path, other=tmp_path, dtype=name)

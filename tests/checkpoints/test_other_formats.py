@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from program import doctor
 from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
+from support.inside import doctor
 
 from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.formats import OTHER_FORMATS

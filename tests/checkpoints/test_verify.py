@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from program import doctor, run
+from program import run
 from safetensors.torch import save_file
 from support import made_models as made, saved_checkpoints as saved
 from support.damages import full, fuse, moments, repeat_rows
+from support.inside import doctor
 
 from fsdp_doctor.checkpoints import verification
 

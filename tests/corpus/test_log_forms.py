@@ -101,6 +101,8 @@ _READERS: dict[str, Callable[[str], bytes]] = {
 
 
 def _answer(data: bytes, file: pathlib.Path) -> tuple[str, str | None, str]:
+    # A file that is written anew is flushed to the disk, which takes longer than the explanation; a new one is not.
+    file.unlink(missing_ok=True)
     file.write_bytes(data)
     explanation = explain([file])
     first = explanation.matches[0].entry.id if explanation.matches else ""

@@ -27,6 +27,17 @@ def test_the_examination_prints_as_it_does_for_rich(capsys: pytest.CaptureFixtur
     assert len(repr(examination)) < 500
 
 
+def test_the_table_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a_module_with_a_long_name" * 3
+    text = str(examine(nn.ModuleDict({name: nn.Linear(2, 2), "norm": nn.LayerNorm(2, dtype=torch.bfloat16)})))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80, text
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert "…" not in text
+    assert "placements" not in text, "no tensor has any"
+
+
 def test_every_entry_that_a_finding_names_is_in_the_catalogue() -> None:
     import inspect
     import re

@@ -178,7 +178,7 @@ def test_a_name_of_fsdp1_on_an_fsdp2_module_clashes_no_versions(tmp_path: pathli
         "AttributeError: 'FSDPToy' object has no attribute '_fsdp_wrapped_module'",
     ]
     reading = _read(tmp_path, *lines)
-    assert "FSDP1's wrapper" in reading.clash
+    assert "of FSDP1" in reading.clash
     assert "versions" not in reading.decide
 
 

@@ -248,6 +248,31 @@ def test_a_command_that_means_nothing_is_a_usage_error(place: pathlib.Path, word
     assert done.code == 2, done
 
 
+def test_a_bare_name_with_dry_run_is_the_framework(place: pathlib.Path) -> None:
+    _install(place, "othertoy", _FRAMEWORK)
+    named, _ = _fix(place, "othertoy", "--dry-run")
+    assert (named.code, [line for line in named.stdout.splitlines() if line.endswith("-sender")]) == (
+        0,
+        ["othertoy-sender"],
+    ), named
+    assert _fix(place, "nothing-like-it", "--dry-run")[0].code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (("toyframework",), "fsdp-doctor fix --framework toyframework -- torchrun train.py"),
+        (("toyframework", "python", "job.py"), "fsdp-doctor fix --framework toyframework -- python job.py"),
+    ],
+)
+def test_a_framework_where_the_job_is_expected_gets_the_command(
+    place: pathlib.Path, words: tuple[str, ...], typed: str
+) -> None:
+    done, _ = _fix(place, *words)
+    assert done.code == 2, done
+    assert typed in done.stderr
+
+
 def test_the_patch_of_a_release_replaces_the_function_where_it_is_applied(place: pathlib.Path) -> None:
     done, _ = _fix(place, "toyframework", "--diff")
     assert done.code == 0, done

@@ -78,7 +78,12 @@ def test_a_configuration_that_was_ignored_is_unsupported_with_each_fact_that_dif
     assert run.kind(built) == "ok", run.result(built).verdict
     verdict = run.result(ignored).verdict
     assert verdict.kind == "unsupported", verdict
-    for fact in (accelerate.__version__, "fsdp1-orig where fsdp2", "offload policy", "full state dicts where sharded"):
+    for fact in (
+        accelerate.__version__,
+        "fsdp1-orig instead of fsdp2",
+        "offload policy",
+        "full instead of sharded state dicts",
+    ):
         assert fact in verdict.reason
 
 

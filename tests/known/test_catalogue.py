@@ -190,6 +190,17 @@ def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None
         find_entry("fsdp2-pinned-policy-halfmoved")
 
 
+@pytest.mark.parametrize("name", ["FD014", "fd014", "FD14", "fd14"])
+def test_a_short_code_is_found_in_any_case_and_without_zeros(name: str) -> None:
+    assert find_entry(name).short_code == "FD014"
+
+
+def test_a_code_beyond_the_last_is_refused_with_the_last() -> None:
+    last = max(entry.short_code for entry in read_catalogue())
+    with pytest.raises(UsageError, match=last):
+        find_entry("FD9999")
+
+
 def test_the_fix_is_expected_to_fail_only_after_weights_are_lost() -> None:
     cases = select(Selection(level="full", methods=(FIX,)))
     expected = {entry.id for case in cases for entry in list_expected_failures(case, RunContext())}

@@ -288,6 +288,13 @@ def test_a_loader_of_the_user_joins_the_loading_scenarios():
     assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("in",)))}
 
 
+def test_words_that_match_no_case_are_named() -> None:
+    with pytest.raises(CannotRun, match=r"has 'zebra' or 'gnu'; `fsdp-doctor list --axes` and .*--methods`"):
+        select(Selection(expression="fsdp2 and (zebra or gnu) and not zebra"))
+    with pytest.raises(CannotRun, match="no case is selected; "):
+        select(Selection(expression="fsdp1 and fsdp2"))
+
+
 @pytest.mark.parametrize(
     "options",
     [

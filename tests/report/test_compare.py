@@ -83,6 +83,18 @@ def test_another_device_is_a_difference_unless_it_is_ignored(report: Report) -> 
     assert list_differences(report, other, _DEVICE) == []
 
 
+def test_verdicts_come_first_and_the_type_of_the_device_is_no_difference(report: Report) -> None:
+    emulated = dataclasses.replace(report, device="emulated")
+    of_device = _changed(emulated, _OK, yielded=({"dtensor float32 emulated": 25}, {"dtensor float32 emulated": 25}))
+    here = _changed(report, _OK, yielded=({"dtensor float32 cuda": 25}, {"dtensor float32 cuda": 25}))
+    assert list_differences(here, of_device) == []
+    assert [each.what for each in list_differences(here, dataclasses.replace(of_device, device="cuda"))] == ["yielded"]
+    on_cpu = _changed(of_device, _OK, yielded=({"dtensor float32 cpu": 25}, {"dtensor float32 emulated": 25}))
+    worse = _changed(_changed(on_cpu, _HANG, kind="ok"), _CRASH, reason="RuntimeError: something else")
+    found = [each.what for each in list_differences(here, worse)]
+    assert (found[0], found[-1], {*found}) == ("verdict", "yielded", {"verdict", "reason", "yielded"})
+
+
 def test_the_place_of_a_hang_depends_on_the_device(report: Report) -> None:
     other = _changed(report, _HANG, reason="no progress in stage extract for 12 s: rank 0 waited in full_tensor")
     assert list_differences(report, other, _DEVICE) == []

@@ -102,7 +102,7 @@ def ended(rank, exit="SIGKILL", *, stage="extract", time=10.0, **fields):
 
 
 def stopped(rank, stack=BUSY, *, stage="extract", why="deadline", **fields):
-    detail = {"deadline": "not done after 60 s", "others": "still at it when another rank was in trouble"}[why]
+    detail = {"deadline": "not done after 60 s", "others": "still running when another rank was in trouble"}[why]
     return RankReport(
         rank=rank,
         record=record(stage, done=False, **fields.pop("record", {})),

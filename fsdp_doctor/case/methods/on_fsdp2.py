@@ -56,7 +56,9 @@ def gather_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def gather_parameters_as_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields like vLLM's ModuleSource.iter_full, whose tensors are sent over NCCL or CUDA IPC, so from the device."""
+    """Yields like vLLM's ModuleSource.iter_full, whose tensors must be on the device, because they are sent over NCCL
+    or CUDA IPC.
+    """
     for name, parameter in model.named_parameters():
         full_tensor = getattr(parameter, "full_tensor", None)
         yield name, full_tensor() if callable(full_tensor) else parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from fsdp_doctor.checkpoints.checks.classes import compare_sides, compare_with_formulas
 from fsdp_doctor.checkpoints.checks.copies import compare_averages, compare_masters, list_parts
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
 from fsdp_doctor.checkpoints.checks.modules import (
@@ -16,12 +17,13 @@ from fsdp_doctor.checkpoints.checks.modules import (
     find_transposed,
 )
 from fsdp_doctor.checkpoints.checks.optimizer import compare_optimizer
-from fsdp_doctor.checkpoints.checks.quantized import find_codes
+from fsdp_doctor.checkpoints.checks.quantized import compare_scales, find_codes
 from fsdp_doctor.checkpoints.checks.ranks import compare_ranks, find_copied_rows, find_foreign_ranks, find_gaps
 from fsdp_doctor.checkpoints.checks.structure import (
     compare_with_class,
     compare_with_config,
     compare_with_shards,
+    compare_with_tokenizer,
     find_experts,
     find_flat_shards,
     find_missing_from_part,
@@ -35,6 +37,7 @@ from fsdp_doctor.checkpoints.checks.training_state import (
     compare_counts,
     compare_steps,
     compare_trainer_step,
+    find_missing_random_states,
     find_torn_steps,
     judge_random_states,
     judge_settings,
@@ -43,6 +46,8 @@ from fsdp_doctor.checkpoints.checks.training_state import (
 from fsdp_doctor.checkpoints.checks.values import (
     find_constants,
     find_equal_layers,
+    find_equal_projections,
+    find_equal_stacks,
     find_equal_tensors,
     find_lora,
     find_nonfinite,
@@ -66,16 +71,21 @@ CHECKS: tuple[_Check, ...] = (
     find_nonfinite,
     find_other_sizes,
     find_codes,
+    compare_scales,
     find_zeros,
     find_constants,
     find_equal_layers,
+    find_equal_stacks,
     find_equal_tensors,
+    find_equal_projections,
     find_experts,
     find_lora,
     find_wrapped_names,
     find_flat_shards,
     compare_with_config,
     compare_with_class,
+    compare_with_formulas,
+    compare_sides,
     find_odd_shapes,
     find_missing_tensors,
     find_mixed_dtypes,
@@ -94,6 +104,8 @@ CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
     compare_trainer_step,
     compare_counts,
     judge_settings_beside,
+    find_missing_random_states,
+    compare_with_tokenizer,
     find_missing_settings,
     compare_with_shards,
 )
@@ -106,6 +118,7 @@ _CHECKS_OF_PARTS: tuple[_Check, ...] = (
     find_constants,
     find_equal_layers,
     find_equal_tensors,
+    find_equal_projections,
     find_odd_shapes,
     find_lost_statistics,
     find_transposed,

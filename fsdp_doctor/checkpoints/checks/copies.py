@@ -9,7 +9,7 @@ from re import Pattern
 import numpy
 
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence, Samples
-from fsdp_doctor.checkpoints.checks.optimizer import name_numbers, read_optimizer
+from fsdp_doctor.checkpoints.checks.optimizer import name_numbers, name_parameters, read_optimizer
 from fsdp_doctor.checkpoints.names import strip_prefixes, strip_wrappers
 from fsdp_doctor.checkpoints.parts import AVERAGE, MASTER
 from fsdp_doctor.checkpoints.record import SavedTensor, State
@@ -82,6 +82,33 @@ def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         ):
             what = f"all {len(sums)} averaged tensors equal the model's, bit by bit, after {max(steps):g} steps"
             yield Symptom(Trouble.EQUAL_AVERAGE, what, pairs[0][1].file, pairs[0][1].name)
+        else:
+            yield from _find_copied_parts(evidence, state, pairs)
+            what = "whether the average was updated until this step: no file says how it was averaged"
+            evidence.checkpoint.unchecked.append(f"{pairs[0][1].file if pairs else state.directory}: {what}")
+
+
+def _find_copied_parts(
+    evidence: CheckpointEvidence, state: State, pairs: list[tuple[SavedTensor, SavedTensor]]
+) -> Iterator[Symptom]:
+    """Finds matrices of an average that equal the model's, although the optimizer trained them and others differ."""
+    trained = {
+        name
+        for each in _list_beside(evidence, state)
+        for name, parameter in name_parameters(evidence, each, _list_beside(evidence, state)).items()
+        if max(parameter.steps, default=0) >= _MANY_STEPS
+        and "exp_avg" in parameter.tensors
+        and not evidence.is_zero(parameter.tensors["exp_avg"])
+    }
+    sums = [(copy, evidence.find_checksum(tensor), evidence.find_checksum(copy)) for tensor, copy in pairs]
+    matrices = [each for each in sums if each[0].parameter in trained and len(each[0].shape) > 1 and None not in each]
+    equal = [copy for copy, one, other in matrices if one == other]
+    for copy in equal if 2 * len(equal) < len(matrices) else ():
+        what = (
+            f"the average equals the model's tensor, bit by bit, but {len(matrices) - len(equal)} others differ from "
+            "theirs, and the optimizer trained all of them"
+        )
+        yield Symptom(Trouble.PART_OF_AVERAGE, what, copy.file, copy.name)
 
 
 def _list_beside(evidence: CheckpointEvidence, state: State) -> list[State]:
@@ -141,9 +168,10 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Returns the fractions of a sample that differ from the nearest value, and that differ by more than one unit.
+    """Compares a sample of rounded weights with the float32 weights.
 
-    Returns None if there is no sample.
+    Returns (the fraction that is not rounded to the nearest value, the fraction that is off by more than one unit), or
+    None if there is no sample.
     """
     off = far = count = 0
     for narrow, wide in evidence.pair_samples(weight, master):

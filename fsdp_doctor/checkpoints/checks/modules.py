@@ -24,7 +24,7 @@ _CELL = re.compile(
 )
 # Numbers of gates in torch's RNN, GRU and LSTM.
 _GATES = frozenset({1, 3, 4})
-_CONVOLUTION = re.compile(r"(?P<parent>.*\d.*\.)conv(?P<number>\d*)\.weight")
+_CONVOLUTION = re.compile(r"(?P<parent>.*\d.*\.)conv(?P<long>olution)?(?P<number>\d*)\.weight")
 _POSITION_BIAS = re.compile(
     r"(?P<side>(?:.*\.)?(?:encoder|decoder))\.block\.\d+\.layer\.0\.SelfAttention\.(?P<part>q|relative_attention_bias)\.weight"
 )
@@ -57,6 +57,10 @@ def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator
             if lost not in kinds and kinds.keys() & {_MEAN, _VARIANCE} and is_norm:
                 what = f"the norm has only {' and '.join(sorted(kinds))}"
                 yield Symptom(Trouble.STATISTICS, what, next(iter(kinds.values())).file, f"{module}.{lost}")
+    for module, kinds in norms.items():
+        if kinds.keys() == {_COUNT} and whole[families[module]] >= _FEWEST_LIKE and not state.is_incomplete:
+            what = f"the norm has only {_COUNT}, but {whole[families[module]]} similar norms have all statistics"
+            yield Symptom(Trouble.STATISTICS, what, kinds[_COUNT].file, f"{module}.{_MEAN}")
     if not state.is_incomplete:
         yield from _find_lost_counts(norms)
 
@@ -175,6 +179,7 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             what = f"the tensor is {list(tensor.shape)}, but similar tensors are {list(shape)}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
     yield from _compare_with_norms(tensors, {tensor.name for tensor, _ in odd})
+    yield from _compare_with_biases(tensors)
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
@@ -182,7 +187,8 @@ def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Ite
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _CONVOLUTION.fullmatch(name)
-        norm = tensors.get(f"{found['parent']}bn{found['number']}.weight") if found else None
+        norm_name = ("normalization" if found["long"] else "bn") + found["number"] if found else ""
+        norm = tensors.get(f"{found['parent']}{norm_name}.weight") if found else None
         if norm is not None and len(tensor.shape) > 2 and tensor.shape[0] != tensor.shape[1] and len(norm.shape) == 1:
             families[name_family(tensor)].append((tensor, norm.shape[0]))
     for members in families.values():
@@ -197,6 +203,26 @@ def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Ite
             tensor, channels = odd[0]
             what = f"the convolution has {tensor.shape[0]} output channels, but the norm after it has {channels}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
+
+
+def _compare_with_biases(tensors: dict[str, SavedTensor]) -> Iterator[Symptom]:
+    """Compares which dim of similar convolutions has the size of the bias: the first, or the second if transposed."""
+    families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        bias = tensors.get(f"{name.removesuffix('.weight')}.bias")
+        if len(tensor.shape) < 3 or not name.endswith(".weight") or bias is None or len(bias.shape) != 1:
+            continue
+        if tensor.shape[0] != tensor.shape[1] and bias.shape[0] in tensor.shape[:2]:
+            families[name_family(tensor)].append((tensor, tensor.shape.index(bias.shape[0])))
+    for members in families.values():
+        (common, count), *others = Counter(dim for _, dim in members).most_common()
+        for tensor, dim in members if others and len(members) >= _FEWEST_LIKE and count == len(members) - 1 else ():
+            if dim != common:
+                what = (
+                    f"the bias has the size of dim {dim} of {list(tensor.shape)}, but that of dim {common} in {count} "
+                    "similar convolutions"
+                )
+                yield Symptom(Trouble.UNUSUAL, what, tensor.file, tensor.name)
 
 
 def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:

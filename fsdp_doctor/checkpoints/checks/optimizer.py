@@ -25,12 +25,13 @@ from fsdp_doctor.checkpoints.checks.evidence import (
 )
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.names import EMBEDDING, strip_wrappers
-from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State, parse_optimizer_slot
+from fsdp_doctor.checkpoints.record import BUFFERS, Arrangement, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
 # Slots with the same shape as their parameter. GaLore and similar optimizers keep smaller moments for most matrices.
 _LIKE_PARAMETER = MOMENTS | {"max_exp_avg_sq", "momentum_buffer"}
+_LIKE_NUMBER = frozenset({"exp_avg", "momentum_buffer"})
 # Optimizers with further slots (SOAP, Adan, Adafactor, Prodigy) keep moments of something other than the gradient.
 _SLOTS_OF_ADAM = MOMENTS | {"max_exp_avg_sq", "step"}
 # The square of a smaller value is zero in float32.
@@ -40,6 +41,9 @@ _SQUARE_IS_ZERO = 1e-18
 _ROUNDING, _NARROW_ROUNDING = 1.02, 4.0
 # Bound that is used if the betas are unknown.
 _WIDE_BOUND = 2000.0
+# Names of the row and column factors of a mean of squares, and the relative difference of their means that rounding
+# does not explain.
+_FACTORS, _FACTORS_DIFFER = (("exp_avg_sq_row", "exp_avg_sq_col"), ("row_var", "col_var")), 0.02
 _SMALLEST_MOMENT = 1e-15
 
 
@@ -81,7 +85,7 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters without optimizer state although others in their layer have it, and impossible state."""
+    """Finds parameters that have no optimizer state although others of their layer do, and finds impossible state."""
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()
@@ -90,6 +94,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         yield from _compare_moments(evidence, state, optimizer)
         yield from _compare_shapes(evidence, state, optimizer)
         yield from _compare_factors(evidence, state, optimizer)
+        yield from _compare_means_of_factors(evidence, state, optimizer)
         ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         of_tensors = {name for name, parameter in optimizer.items() if parameter.tensors}
         with_state |= of_tensors
@@ -240,7 +245,7 @@ def _count_above_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, Sav
 def _pair_samples(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], one: str, other: str
 ) -> Iterator[tuple[Samples, Samples, str]]:
-    """Yields the elements at the same indices in two slots, and their dtype."""
+    """Yields elements at the same indices of the moments ``one`` and ``other``, and the dtype of ``one``."""
     if one in by_kind and other in by_kind:
         for first, second in evidence.pair_samples(by_kind[one], by_kind[other]):
             yield first, second, by_kind[one].dtype
@@ -371,6 +376,45 @@ def _compare_factors(
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, row.file, row.name)
 
 
+def _compare_means_of_factors(
+    evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Finds row and column factors that no gradients yield: both are means of the same squares, so their means are
+    equal.
+    """
+    compared: list[tuple[SavedTensor, float, float]] = []
+    for name, parameter in optimizer.items():
+        for slots in _FACTORS:
+            row, column = (parameter.tensors.get(slot) for slot in slots)
+            factors = [each for each in (row, column) if each is not None]
+            for factor in factors:
+                if negative := sum(scan.num_negative for _, scan in evidence.find_scans(factor)):
+                    what = f"{negative} values of a mean of squares are negative"
+                    yield Symptom(Trouble.MOMENTS, what, factor.file, factor.name)
+            if len(factors) == 1:
+                (lost,) = {*slots} - parameter.tensors.keys()
+                what = f"the parameter has {factors[0].last_name}, but no {lost}"
+                yield Symptom(Trouble.OPTIMIZER, what, factors[0].file, name)
+            elif row is not None and column is not None and not row.is_divided | column.is_divided:
+                means = [_compute_mean(evidence, each) for each in (row, column)]
+                if row.dtype == column.dtype == "float32" and means[0] is not None and means[1] is not None:
+                    compared.append((row, means[0], means[1]))
+    odd = [each for each in compared if not math.isclose(each[1], each[2], rel_tol=_FACTORS_DIFFER)]
+    if odd and 3 * len(odd) > len(compared):
+        what = "whether the row and column factors fit each other, because most do not"
+        evidence.checkpoint.unchecked.append(f"{state.files[0]}: {what}")
+        return
+    for row, of_rows, of_columns in odd:
+        what = f"the mean of the row factors is {of_rows:.3g}, but that of the column factors is {of_columns:.3g}"
+        yield Symptom(Trouble.MOMENTS, what, row.file, row.name)
+
+
+def _compute_mean(evidence: CheckpointEvidence, tensor: SavedTensor) -> float | None:
+    scans = evidence.find_scans(tensor)
+    total = scans[0][1].total if scans else math.nan
+    return total / tensor.numel if math.isfinite(total) and not scans[0][1].num_negative else None
+
+
 def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
     are_matrices = len(shape) == len(whole) == 2
@@ -386,23 +430,39 @@ def name_numbers(
         for each in beside
         if each.keeps_order
         for tensor in each.select("model")
-        if is_floating_point(tensor.dtype) and tensor.pieces
+        if is_floating_point(tensor.dtype) and tensor.pieces and tensor.last_name not in BUFFERS
     }
     groups = {path[:-1] for path, _ in state.values if path[-2:-1] == ("params",)}
     is_of_all = len(groups) == 1 and {*map(str, range(len(places)))} == optimizer.keys()
     return {str(number): tensor for number, tensor in enumerate(places.values())} if is_of_all else {}
 
 
+def name_parameters(evidence: CheckpointEvidence, state: State, beside: list[State]) -> dict[str, OptimizedParameter]:
+    """Reads the optimizer state of each parameter, keyed by the model's name for it if that is known."""
+    optimizer = read_optimizer(evidence, state)
+    places = name_numbers(state, beside, optimizer)
+    return {
+        places[name].parameter if name in places else strip_wrappers(name): parameter
+        for name, parameter in optimizer.items()
+    }
+
+
 def _compare_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds two parameters whose states were swapped, if the files keep the order of the parameters."""
+    """Finds two parameters whose states were swapped, or a parameter with the transposed shape of its state.
+
+    The files must keep the order of the parameters.
+    """
     odd = [
         (number, parameter, tensor)
         for number, parameter in name_numbers(state, beside, optimizer).items()
-        if (tensor := optimizer[number].tensors.get("exp_avg")) is not None and tensor.shape != parameter.shape
+        for slot in _LIKE_NUMBER & optimizer[number].tensors.keys()
+        if (tensor := optimizer[number].tensors[slot]).shape != parameter.shape
     ]
-    if len(odd) == 2 and odd[0][1].shape == odd[1][2].shape and odd[1][1].shape == odd[0][2].shape:
+    is_pair = len(odd) == 2 and odd[0][1].shape == odd[1][2].shape and odd[1][1].shape == odd[0][2].shape
+    is_transposed = len(odd) == 1 and odd[0][2].shape == (*odd[0][1].shape[1::-1], *odd[0][1].shape[2:])
+    if is_pair or is_transposed:
         for number, parameter, tensor in odd:
             what = (
                 f"the state is {list(tensor.shape)}, but parameter {number}, {parameter.parameter}, is "

@@ -1,4 +1,4 @@
-"""Checks for the codes of quantized weights that were saved as if they were the weights.
+"""Checks the codes of quantized weights: codes saved as if they were the weights, and codes whose scales do not fit.
 
 Codes are the numbers that a quantizer stores; a weight is a code times its scale.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
@@ -18,6 +19,12 @@ _CODES = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e
 _SCALES = ("weight_scale_inv", "weight_scale", "scale_weight", "weight_scales", "scale", "scales", "SCB")
 _WEIGHT = re.compile(r"(?:^|\.)(?:weight|\w+_proj)$")
 _SETTING = re.compile(r"quant|compress", re.IGNORECASE)
+# Tensors that each packed tensor of a quantizer needs next to it, by the last part of the packed tensor's name.
+_NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gptq": {"qweight": ("scales", "qzeros")},
+    "awq": {"qweight": ("scales", "qzeros")},
+    "compressed-tensors": {"weight_packed": ("weight_scale",)},
+}
 
 
 def find_codes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -39,11 +46,60 @@ def find_codes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         return
     names = {tensor.name for tensor in state.tensors.values()}
     for tensor in state.select("model"):
-        if tensor.dtype in _CODES and len(tensor.shape) > 1 and (scale := _find_scale(tensor, names)):
+        if tensor.dtype not in _CODES or len(tensor.shape) < 2 or not tensor.name.endswith(".weight"):
+            continue
+        what = ""
+        if scale := _find_scale(tensor, names):
             what = (
                 f"the tensor has {tensor.dtype} codes with {scale}, but config.json does not say that it is quantized"
             )
+        elif tensor.dtype == "int8":  # float8 may be a dtype of weights
+            what = "the tensor has int8 codes, but no scale, and config.json does not say that it is quantized"
+        if what:
             yield Symptom(Trouble.CODES, what, tensor.file, tensor.name)
+
+
+def compare_scales(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds codes of a quantized model that lack their scales, or whose scales have another number of blocks."""
+    config = evidence.checkpoint.find_setting(state.directory, "config.json").get("quantization_config")
+    if not isinstance(config, dict) or state.arrangement is not Arrangement.WHOLE or state.is_incomplete:
+        return
+    tensors = {tensor.name: tensor for tensor in state.select("model")}
+    method, kinds = str(config.get("quant_method")), {tensor.last_name for tensor in tensors.values()}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if tensor.dtype == "uint8" and kind == "weight" and method == "bitsandbytes":
+            lacking = [] if f"{name}.absmax" in tensors else [f"{name}.absmax"]
+        elif tensor.dtype == "int8" and kind == "weight" and method == "bitsandbytes":
+            lacking = [] if f"{module}.SCB" in tensors else [f"{module}.SCB"]
+        elif tensor.dtype in _CODES and kind == "weight" and method == "compressed-tensors":
+            lacking = [] if f"{module}.weight_scale" in tensors else [f"{module}.weight_scale"]
+        else:
+            needed = [each for each in _NEEDED.get(method, {}).get(kind, ()) if each in kinds or each == "scales"]
+            lacking = [f"{module}.{each}" for each in needed if f"{module}.{each}" not in tensors]
+        if lacking:
+            what = f"the tensor has {tensor.dtype} codes, but {lacking[0]} is missing"
+            yield Symptom(Trouble.SCALES, what, tensor.file, name)
+    if method == "fp8":
+        yield from _compare_blocks(tensors, config)
+
+
+def _compare_blocks(tensors: Mapping[str, SavedTensor], config: Mapping[str, Any]) -> Iterator[Symptom]:
+    """Compares the numbers of float8 blocks with the numbers of their scales."""
+    block = config.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        return
+    for name, tensor in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if not tensor.dtype.startswith("float8") or not name.endswith(".weight") or len(tensor.shape) != 2:
+            continue
+        expected = tuple(-(-length // size) for length, size in zip(tensor.shape, block, strict=True))
+        if scale is None:
+            what = f"the tensor has {tensor.dtype} codes, but {name}_scale_inv is missing"
+            yield Symptom(Trouble.SCALES, what, tensor.file, name)
+        elif scale.shape != expected:
+            what = f"the scales are {list(scale.shape)}, but the weight has {list(expected)} blocks"
+            yield Symptom(Trouble.SCALES, what, scale.file, scale.name)
 
 
 def _lacks_setting(evidence: CheckpointEvidence, state: State) -> bool:

@@ -31,7 +31,7 @@ _MOST_BOXES = 2000
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
 
-    Plain tensors of ranks have no known position in a whole tensor, and are passed over.
+    Plain tensors of ranks are skipped, because their position in a whole tensor is unknown.
     """
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (
@@ -123,7 +123,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 def _find_stages(state: State) -> set[tuple[str, ...]]:
     """Finds tensors of layers and modules that some ranks have whole, and the others not at all, as in a pipeline.
 
-    Only plain tensors of ranks are looked at: sharded ones say that every rank has its part.
+    Only plain tensors are examined, because a sharded tensor shows that every rank has a part of it.
     """
     if state.tells_layout:
         return set()

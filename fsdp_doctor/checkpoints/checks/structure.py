@@ -30,6 +30,7 @@ _OF_EVERY_LAYER = re.compile(
     r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
 )
 # Matches a key of config.json that gives the embedding a different width from the layers.
+_TOKEN_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in)\.weight$")
 _EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
 _PROJECTION = re.compile(
     r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\."
@@ -381,6 +382,28 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
             yield Symptom(trouble, "there is an optimizer, but no model", state.directory)
         if state.label == "adapter_model" and here / "adapter_config.json" not in settings:
             yield Symptom(Trouble.SETTINGS, "adapter_config.json is missing", state.directory)
+
+
+def compare_with_tokenizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Finds tokens of tokenizer.json whose numbers are beyond the rows of the embedding."""
+    for state in evidence.checkpoint.states:
+        tokens = _list_tokens(evidence.checkpoint.find_setting(state.directory, "tokenizer.json"))
+        tables = [t for t in state.select("model") if _TOKEN_TABLE.search(t.parameter) and len(t.shape) == 2]
+        whole = [] if state.is_loose or state.is_incomplete or not tokens else tables
+        if whole and (beyond := [name for name, number in tokens.items() if number >= max(t.shape[0] for t in whole)]):
+            what = f"{len(beyond)} tokens of tokenizer.json have no row here: {join_some(beyond, 3)}"
+            yield Symptom(Trouble.TOKENS, what, whole[0].file, whole[0].parameter)
+
+
+def _list_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = vocabulary if isinstance(vocabulary, dict) else {}
+    if isinstance(vocabulary, list):
+        found = {str(each[0]): number for number, each in enumerate(vocabulary) if isinstance(each, list) and each}
+    more = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
+    tokens = {**found, **{str(each.get("content")): each.get("id") for each in more}}
+    return {str(name): number for name, number in tokens.items() if isinstance(number, int)}
 
 
 def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:

@@ -38,6 +38,7 @@ _SCALE = re.compile(r"(?:^|scaler\.)_?scale$")
 # Sizes in bytes of torch's random number generator states. _RANDOM_STATE_BYTES: the sizes on the CPU, including torch
 # before 1.7. _MOST_OF_DEVICE: the largest size on a device.
 _RANDOM_STATE = re.compile(r"(?:^|[._])rng(?:[._]|$)|random_states?(?:[._]|$)|^torch_manual_seed$")
+_RANDOM_STATE_FILE = re.compile(r"(?P<before>(?:.*/)?(?:rng_state|random_states)_)(?P<rank>\d{1,5})(?P<after>\.p\w+)")
 _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 64
 
 
@@ -187,6 +188,18 @@ def judge_random_states(evidence: CheckpointEvidence, state: State) -> Iterator[
             yield Symptom(Trouble.RANDOM_STATE, what, tensor.file, tensor.name)
 
 
+def find_missing_random_states(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Finds ranks without a random state between ranks that have one."""
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for file in evidence.checkpoint.files:
+        if found := _RANDOM_STATE_FILE.fullmatch(file):
+            ranks[f"{found['before']}#{found['after']}"].add(int(found["rank"]))
+    for name, found_ranks in ranks.items():
+        for rank in sorted(set(range(max(found_ranks))) - found_ranks):
+            what = f"the file is missing, but rank {max(found_ranks)} has one"
+            yield Symptom(Trouble.NO_RANDOM_STATE, what, name.replace("#", str(rank)), rank=rank)
+
+
 def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     for path, settings in evidence.checkpoint.settings.items():
         place = pathlib.PurePath(path)
@@ -246,7 +259,7 @@ def _judge_older_scheduler(scheduler: _Count, optimizer: _Count, loops: list[_Co
     the scheduler set, so only a different rate is reported.
     """
     has_other_rate = scheduler.rates and optimizer.rates and not _are_near(scheduler.rates, optimizer.rates)
-    if not has_other_rate or not scheduler.steps < optimizer.steps:
+    if not has_other_rate or scheduler.steps > optimizer.steps:
         return
     counts_steps = 2 * scheduler.steps > optimizer.steps
     is_denied = counts_steps and any(loop.steps == optimizer.steps for loop in loops)

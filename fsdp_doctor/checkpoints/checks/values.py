@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import (
+    EXPERT,
     LAYER,
     LORA,
     MATRIX,
@@ -20,9 +22,9 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     measure_size,
     parse_number,
 )
-from fsdp_doctor.checkpoints.checks.optimizer import OptimizedParameter, name_numbers, read_optimizer
+from fsdp_doctor.checkpoints.checks.optimizer import OptimizedParameter, name_parameters
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.names import EMBEDDING, strip_wrappers
+from fsdp_doctor.checkpoints.names import EMBEDDING
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -43,6 +45,10 @@ _NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
 # differ by more than the factor _OTHER_ORDER, and similar within the factor _SAME_ORDER.
 _FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
 _HUGE = 1e38
+# Recurrent weights, and the spread of the magnitudes above which most of them are zero.
+_CELL, _MOST_SPREAD = re.compile(r"(?:^|\.)weight_[ih]h(?:_l\d+)?(?:_reverse)?$"), 2.0
+_SIDE = re.compile(r"(?P<before>(?:.*\.)?)(?P<side>encoder|decoder)\.(?P<rest>.+)")
+_PROJECTIONS = re.compile(r"(?P<module>.*\.)(?P<kind>(?:q|k|v|gate|up)_proj|query|key|value|w[13]|[qkv])\.weight$")
 # A frozen base that is saved with its adapters causes a warning if it is this many times larger and at least this many
 # bytes.
 _TIMES_THE_ADAPTERS, _LARGE_BASE = 10, 64 << 20
@@ -160,12 +166,15 @@ def _find_equal_rows(
     Embeddings are skipped, since the rows of added tokens may be equal. For key and value projections only consecutive
     rows are compared, since their heads may have been repeated to make more groups.
     """
-    if len(tensor.shape) != 2 or not MATRIX.search(tensor.parameter) or EMBEDDING.search(tensor.parameter):
+    is_of_cell = _CELL.search(tensor.parameter) is not None
+    is_matrix = len(tensor.shape) == 2 and (is_of_cell or MATRIX.search(tensor.parameter))
+    if not is_matrix or EMBEDDING.search(tensor.parameter):
         return []
     found: list[tuple[SavedPiece, tuple[int, int] | None, str]] = []
     for piece, scan in evidence.find_scans(tensor):
         at = piece.offsets[0] if piece.offsets else 0
-        if scan.is_constant:
+        # The gates of a recurrent cell may begin as unit matrices.
+        if scan.is_constant or (is_of_cell and (scan.spread or math.inf) > _MOST_SPREAD):
             continue
         if scan.equal_rows is not None:
             first, after = scan.equal_rows
@@ -261,6 +270,31 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
             )
 
 
+def find_equal_projections(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds two projections of one module that are bitwise equal: keys as values, or a gate as the projection up.
+
+    If they are equal in most layers, the model may share them.
+    """
+    modules: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("model"):
+        found = _PROJECTIONS.match(tensor.parameter) if len(tensor.shape) == 2 and tensor.numel > 1 else None
+        if found and LAYER.match(tensor.parameter) and not EXPERT.match(tensor.parameter):
+            modules[found["module"]][found["kind"]] = tensor
+    families: dict[tuple[str, str, str], list[tuple[str, bool]]] = defaultdict(list)
+    for module, by_kind in modules.items():
+        for kind, other in itertools.combinations(sorted(by_kind), 2):
+            if by_kind[kind].shape == by_kind[other].shape:
+                is_equal = bool(_find_equal(evidence, (by_kind[kind], by_kind[other])))
+                families[re.sub(r"\d+", "#", module), kind, other].append((module, is_equal))
+    for (_, kind, other), found_here in families.items():
+        equal = [module for module, is_equal in found_here if is_equal]
+        is_of_some = 3 * len(equal) <= len(found_here) or (len(equal) == 1 < len(found_here))
+        for module in equal if is_of_some else ():
+            tensor = modules[module][other]
+            what = f"the tensor equals {kind} of the same module, bit by bit, as in {len(equal)} of {len(found_here)}"
+            yield Symptom(Trouble.COPIED_TENSOR, what, tensor.file, tensor.name)
+
+
 def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
     """Returns pairs of equal tensors: each tensor that equals an earlier tensor, together with the earlier one."""
     seen: dict[tuple[Any, ...], SavedTensor] = {}
@@ -284,6 +318,21 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
         if _are_all_trained(evidence, state) or _were_trained_apart(evidence, state, tensors, (number, other)):
             trouble, what = Trouble.COPIED_TENSOR, f"{what}, but the optimizer updated both"
         yield Symptom(trouble, what, tensors[0].file, f"{stack}.{number}")
+
+
+def find_equal_stacks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds a decoder whose layers have all the matrices of the encoder's layers with the same numbers."""
+    sides: dict[tuple[str, str, str], dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("model"):
+        found = _SIDE.fullmatch(tensor.parameter)
+        if found and LAYER.match(tensor.parameter) and len(tensor.shape) > 1 and tensor.numel:
+            sides[found["before"], found["rest"].partition(".")[0], found["side"]][found["rest"]] = tensor
+    for (before, stack, side), tensors in sides.items():
+        others = sides.get((before, stack, "encoder"), {}) if side == "decoder" else {}
+        pairs = [(tensor, others[rest]) for rest, tensor in tensors.items() if rest in others]
+        if len(pairs) > 1 and all(len(_find_equal(evidence, pair)) == 1 for pair in pairs):
+            what = f"all {len(pairs)} matrices that the decoder shares with the encoder by name are equal, bit by bit"
+            yield Symptom(Trouble.EQUAL_LAYERS, what, pairs[0][0].file, f"{before}{side}.{stack}")
 
 
 def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
@@ -313,12 +362,7 @@ def _were_trained_apart(
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     kept: dict[str, OptimizedParameter] = {}
     for each in beside:
-        optimizer = read_optimizer(evidence, each)
-        places = name_numbers(each, beside, optimizer)
-        kept |= {
-            places[name].parameter if name in places else strip_wrappers(name): parameter
-            for name, parameter in optimizer.items()
-        }
+        kept |= name_parameters(evidence, each, beside)
     for tensor in tensors:
         pair = [kept.get(LAYER.sub(rf"\g<stack>.{number}.\g<rest>", tensor.parameter)) for number in numbers]
         moments = [each.tensors["exp_avg"] for each in pair if each is not None and "exp_avg" in each.tensors]
@@ -465,6 +509,12 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             continue
         elif not config.get("rank_pattern") and by_half["A"].shape[0] != config.get("r", by_half["A"].shape[0]):
             what = f"lora_A has {by_half['A'].shape[0]} rows, but adapter_config.json says r = {config['r']}"
+            yield Symptom(Trouble.SHAPE, what, file, module)
+        elif 1 < len(by_half["A"].shape) == len(by_half["B"].shape) and (
+            by_half["B"].name == by_half["A"].name.replace("lora_A", "lora_B")
+            and by_half["A"].shape[0] != by_half["B"].shape[1]
+        ):
+            what = f"lora_A has {by_half['A'].shape[0]} rows, but lora_B has {by_half['B'].shape[1]} columns"
             yield Symptom(Trouble.SHAPE, what, file, module)
     yield from _find_missing_adapters(state, halves, config)
     if halves:

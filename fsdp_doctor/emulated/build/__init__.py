@@ -95,7 +95,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def _make_temporary_directory() -> pathlib.Path:
-    """Makes the directory that is used if the cache cannot be.
+    """Makes the directory that is used if the cache cannot be used.
 
     Raises OSError if another user could put a library there.
     """
@@ -196,8 +196,8 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 def _expect_seconds(num_cores: int) -> int:
     """Estimates the seconds that the compilers take on ``num_cores`` cores.
 
-    One core takes _BUILD_SECONDS in all. The largest unit takes 48 % of it (36 of 76 s), which is the least with many
-    cores.
+    One core takes _BUILD_SECONDS in all. The largest unit takes 48 % of that time (36 of 76 s), which is therefore the
+    shortest time on any number of cores.
     """
     return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 

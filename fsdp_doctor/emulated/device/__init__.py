@@ -277,9 +277,8 @@ def set_late_completion(late: bool) -> None:
 
 
 def use_caching_allocator(use: bool = True) -> None:
-    """Reserves memory in segments that are split and cached by stream, as CUDA's caching allocator does.
-
-    Off by default.
+    """Makes the device reserve memory in segments that are split and cached by stream, like CUDA's caching allocator;
+    off by default.
 
     ``memory_reserved`` and ``inactive_split_bytes`` are then counted, and a memory limit applies to reserved memory.
     Raises RuntimeError while there are tensors on a device.

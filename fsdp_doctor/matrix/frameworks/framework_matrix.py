@@ -24,7 +24,7 @@ ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
 # The values of the axis ``model``: the doctor's small models that a framework can be given.
 MODELS: Mapping[str, str] = {
     "qwen3": "a dense Qwen3 with two layers",
-    "uneven": "the same with odd vocabulary and intermediate sizes: some shards are shorter",
+    "uneven": "Qwen3 with odd vocabulary and intermediate sizes: some shards are shorter",
     "tied": "Qwen3 with lm_head tied to the embedding",
     "buffers": "Qwen3 with a persistent buffer in each layer",
     "lora": "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen",
@@ -231,7 +231,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
                 "any axis"
             )
     if missing := set(_multiply(table.quick)) - set(configurations):
-        yield f"quick names {', '.join(sorted(missing))}, which configurations does not contain"
+        yield f"quick names {', '.join(sorted(missing))}, which is not in the list of configurations"
     for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
         for axis, allowed in only.items():
             if axis not in axes or not set(allowed) <= set(axes[axis].values):

@@ -300,10 +300,17 @@ def summarize_merged(merged: MergedReport) -> str:
     failing = sum(merged.fails(case) for case in merged.cases)
     changed = sum(case.changes for case in merged.cases)
     missing = sum(None in case.outcomes for case in merged.cases)
+    if len(merged.environments) > 1 and not any(case.statements for case in merged.cases):
+        changes = (
+            "no change is counted, because no two environments differ in the version of one package alone; "
+            "`fsdp-doctor report diff` compares two reports"
+        )
+    else:
+        changes = f"{changed} changed between two versions"
     return (
         f"{format_count(len(merged.cases), 'case')} in {format_count(len(merged.environments), 'environment')}: "
         f"{passing} ok in all, {elsewhere} only where they ran, {failing} bad in one or more, "
-        f"{missing} without a result in one or more; {changed} changed between two versions"
+        f"{missing} without a result in one or more; {changes}"
     )
 
 

@@ -27,8 +27,9 @@ class EngineChecksums:
     digests: Mapping[tuple[str, str, str], str]
 
     def list_unchanged(self, earlier: EngineChecksums) -> list[str]:
-        """Lists the tensors whose digest on at least one rank is the same as in ``earlier``, for example before
-        a sync.
+        """Lists the tensors whose digest is the same as in ``earlier`` on at least one rank.
+
+        earlier: the checksums at an earlier time, for example before a sync.
         """
         return sorted({place[2] for place, digest in self.digests.items() if earlier.digests.get(place) == digest})
 

@@ -72,8 +72,8 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     The source has ``metadata`` and ``iter_full``. It has ``iter_local``, too, if vLLM can describe every shard, which
     means that tensors are cut along dims as torch.chunk cuts them. It cannot describe FSDP1's flat parameters, nor FSDP
     over tensor parallelism of the same dim. The ranks of the default process group must be vLLM's trainer ranks. vLLM
-    must be installed. ``metadata`` is computed when it is first read, so shard the model before; any rank may read it
-    alone.
+    must be installed. ``metadata`` is computed when it is first read, so shard the model before that; any rank may read
+    ``metadata`` alone.
 
     Both iterators first wait until the device has done all work that was launched on it, because vLLM's packed sender
     reads the tensors on its own streams, which do not wait for a training step. ``close``, or leaving a ``with`` block

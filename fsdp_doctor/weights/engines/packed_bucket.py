@@ -20,7 +20,7 @@ _ALIGNMENT = 16
 class PackedTensor:
     """Index entry of one tensor.
 
-    Its bytes are [start, end) of the bucket; ``dtype`` is torch's name without ``torch.``.
+    The tensor has the bytes [start, end) of the bucket; ``dtype`` is torch's name without ``torch.``.
     """
 
     name: str

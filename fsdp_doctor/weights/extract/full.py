@@ -224,7 +224,7 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor, or its parts, once together with all its names.
+    """Yields every full tensor, or the parts of each, exactly once and together with all its names.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -466,7 +466,7 @@ class Pipeline:
         """Launches the bucket's collectives.
 
         Every step that may fail comes before the ranks agree; otherwise the other ranks would wait. The one exception
-        is the gather of adapters that are merged into the shards: if it fails, the bucket is gathered all the same.
+        is the gather of adapters that are merged into the shards: if this gather fails, the bucket is still gathered.
         """
         merged = self._find_merged(pending.bucket)
         factors = self._load_factors(merged) if merged else None
@@ -511,7 +511,7 @@ class Pipeline:
         self._promised = self._agreement.promise(num_next, one_only=one_only)
 
     def _list_promised_buckets(self) -> Sequence[Bucket]:
-        """Lists the buckets that are still to be launched, because other ranks rely on them."""
+        """Lists the buckets that this rank must still launch, because other ranks rely on them."""
         if len(self._plan.ranks) == 1:
             return ()
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
@@ -587,7 +587,7 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
-        """Returns the bucket's tensors, the last first, for use in the caller's stream."""
+        """Returns the bucket's tensors in reverse order, for use in the caller's stream."""
         self._streams.wait(launched.done)
         results = [*self._early, *take_results(launched.transfers)]
         end = launched.bucket.end

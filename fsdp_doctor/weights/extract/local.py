@@ -168,7 +168,7 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch if other ranks may have different tensors under one name; it cannot judge plain tensors."""
+    """Raises PlanMismatch if other ranks may have different tensors under one name. Plain tensors are not judged."""
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))
 
@@ -176,7 +176,7 @@ def refuse_unknown(request: ShardRequest) -> None:
 def start_factor_stream(request: ShardRequest) -> TensorStream | None:
     """Begins to gather the adapters' factors; dropping the stream unread tells the other ranks.
 
-    If no adapter is active on this rank, it compares this with the other ranks. Returns None for a model without
+    A rank without an active adapter also compares this fact with the other ranks. Returns None for a model without
     adapters.
     """
     plan = request.plan
@@ -386,8 +386,9 @@ class _ShardLoading:
             return self.streams.record_gathering()
 
     def _merge_blocks(self, shard: SourceShard, whole: torch.Tensor, target: torch.Tensor) -> None:
-        """Adds to each block of a shard its block of the product, for a shard that is not one range of the flattened
-        weight.
+        """Adds the adapters' products to a shard that is not one range of the flattened weight.
+
+        The shard consists of blocks, and each block gets the block of the product with the same rows and columns.
         """
         values = whole.view(shard.shape)
         for (rows, columns), own in shard.place.held_part(shard.spec.shape).list_blocks():

@@ -66,7 +66,7 @@ class Layers:
 
 
 def list_factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
-    """Lists the names of all factors, each once, in the model's order, which is the same on every rank."""
+    """Lists the names of all factors without duplicates, in the model's order, which is the same on every rank."""
     return list(
         dict.fromkeys(name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b))
     )

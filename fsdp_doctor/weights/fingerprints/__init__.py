@@ -4,7 +4,7 @@ keyed_sum            the sum, and which changes it detects; sum_kernels: the sam
 block_sums           the sums of blocks of memory, by either implementation
 fingerprint_set      fingerprints as data: combined, written, read
 summing              fingerprints of tensors and of parts of tensors
-model_fingerprint    the fingerprint of a sharded model, also after the usual mistakes
+model_fingerprint    the fingerprint of a sharded model, and of the model with a common mistake
 checkpoint_files     the fingerprint of a checkpoint on disk
 unchanged            a context that raises if weights change in its body
 differences          which tensors of two fingerprints differ, and how

@@ -234,7 +234,7 @@ def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprint
 def _find_variants(
     weights: _Weights, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
-    """Sums some tensors after each of the usual mistakes.
+    """Computes, for some tensors, the sums that each common mistake would lead to, such as a transposition.
 
     differing: the other side's fingerprints of these tensors, by this side's names.
     """
@@ -326,8 +326,8 @@ class _Weights:
         return list_settings_places(self.checkpoint, self._model)
 
     def read_parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Yields contiguous blocks of a tensor with their offsets, each of at most 16 MiB or one row; each element
-        once.
+        """Yields contiguous blocks of a tensor with their offsets. A block has at most 16 MiB or one row, and no two
+        blocks overlap.
         """
         seen = set()
         for piece in tensor.pieces:

@@ -192,6 +192,6 @@ class _Comparison:
         for other in self.tied_to.get(name, ()):
             if engines.get(other) == self.trainer.tensors[other]:
                 return "untied", (
-                    f"{self.trainers_name} ties this name to {other}, which is right; this name has different values"
+                    f"{self.trainers_name} ties this name to {other}; the values of {other} are right, these are not"
                 )
         return None

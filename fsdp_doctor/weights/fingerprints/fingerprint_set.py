@@ -138,7 +138,7 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
     shape or dtype differs between parts, if replicas of a part differ, or if parts overlap.
     """
     if isinstance(parts, Fingerprints):
-        raise TypeError("fingerprints to be combined are those of several ranks, not of one")
+        raise TypeError("combine_fingerprints needs the fingerprints of several ranks, not of one")
     sums: dict[str, TensorFingerprint] = {}
     replicas: dict[tuple[str, int, int], TensorFingerprint] = {}
     tied: dict[tuple[str, ...], None] = {}

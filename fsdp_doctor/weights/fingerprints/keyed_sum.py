@@ -193,8 +193,8 @@ def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _sum_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
-    """Sums words in place in ``rows`` and ``swapped``, buffers that are reused so that the CPU faults in no new
-    pages.
+    """Sums words in place in ``rows`` and ``swapped``, which are reused because new buffers would cost page faults on
+    the CPU.
     """
     flat = rows.view(-1)
     flat[:column], flat[column + words.numel() :] = 0, 0

@@ -1,4 +1,4 @@
-"""Fingerprint of a sharded model, and of the same model after each of the usual mistakes.
+"""Computes the fingerprint of a sharded model, and those that it would have after common mistakes.
 
 Each rank sums its shards, and the sums are added over the ranks.
 """
@@ -221,8 +221,8 @@ class RepeatedFingerprint:
     def read(self) -> Fingerprints:
         """Returns the fingerprint of the last :meth:`start` or :meth:`full_tensors`.
 
-        Waits for the device; no other rank is needed. Raises RuntimeError before the first of them, and while an
-        iteration has not ended.
+        Waits for the device; no other rank is needed. Raises RuntimeError before the first call of either method, and
+        while an iteration has not ended.
         """
         if self._added is None:
             raise RuntimeError("nothing was summed: call start(), or iterate over full_tensors() to its end")
@@ -253,7 +253,8 @@ def fingerprint_variants(
     lora: Lora = "merged",
     experts: Experts | None = None,
 ) -> dict[str, list[FingerprintVariant]]:
-    """Fingerprints some tensors after each of the usual mistakes, for ``compare_fingerprints(variants=...)``.
+    """Computes the fingerprints that some tensors would have after each common mistake, for
+    ``compare_fingerprints(variants=...)``.
 
     The mistakes are: the last two dims are transposed; the halves of a dim are swapped, for each dim of even length (a
     fused ``gate_up_proj``); the tensor is first cast to float16, bfloat16 or a float8; the tensor is cast to one of
@@ -330,7 +331,10 @@ def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf |
 
 
 def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
-    """Sorts the tensors group by group, in the order of their first tensors: the same on every rank."""
+    """Sorts the tensors by the groups that divide them, in the order in which these groups first occur.
+
+    The order is the same on every rank.
+    """
     by_groups: dict[tuple[int, ...], list[Source]] = {}
     for source in sources:
         by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
@@ -338,10 +342,11 @@ def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
 
 
 class _GatheredSums:
-    """Sums of this rank's shards as an extraction gathers them. The table of each launch is kept by the bucket's
-    number.
+    """Sums of this rank's shards, made while an extraction gathers the shards.
 
-    made_for: the plan of the extraction.
+    The table of each launch is kept by the bucket's number.
+
+    made_for: the plan of the extraction, to detect later that the model has another plan.
     plan: a copy of the plan that agrees only with ranks that also sum.
     """
 
@@ -365,7 +370,7 @@ class _GatheredSums:
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
-        """Makes sums that are zero."""
+        """Returns new sums of the same tensors, with both lanes zero."""
         return _SumsOverRanks(self.request, self._parts, self._begin.clone())
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
@@ -428,7 +433,7 @@ class _SumsOverRanks:
 
     @disable_autograd
     def add(self) -> None:
-        """Adds the sums of all ranks. Every rank must call it with the same sources."""
+        """Adds the sums of all ranks to this rank's sums. Every rank must call it."""
         for groups, rows in self._by_groups:
             for group in groups:
                 dist.all_reduce(rows, group=group)
@@ -475,7 +480,7 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
 def _sum_variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
-    """Yields, for each mistake, the variant without lanes, and this rank's part of the sums of the affected tensors."""
+    """Yields, for each common mistake, the variant without lanes and this rank's sums of the affected tensors."""
     dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
     yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
     for dim in range(dims):

@@ -70,7 +70,7 @@ class SumTable:
         self._column_keys = torch.stack(compute_column_keys(device))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Updates the addresses of storages that were allocated anew.
+        """Updates the addresses of storages that were reallocated.
 
         moved: the new address of each storage, by its old address.
         """
@@ -103,8 +103,9 @@ class SumTable:
 
 
 def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Tensor:
-    """Returns one row of arguments for each program, on the host; one tensor expression, since there are thousands of
-    rows.
+    """Returns one row of arguments for each program, on the host.
+
+    All rows are computed by tensor operations, since there are thousands of them.
     """
     fields = [
         (

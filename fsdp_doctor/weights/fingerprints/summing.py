@@ -50,8 +50,8 @@ class TensorPart:
         offsets = self.offsets or (0,) * len(self.shape)
         if not len(self.shape) == len(offsets) == self.tensor.ndim:
             raise FingerprintError(
-                f"{name}: a part must have as many dims as the whole tensor, and an offset for each dim or none: "
-                f"shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
+                f"{name}: a part must have as many dims as the whole tensor, and either an offset for each dim or no "
+                f"offsets: shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
             )
         for offset, length, whole in zip(offsets, self.tensor.shape, self.shape, strict=True):
             if offset < 0 or offset + length > whole:
@@ -86,7 +86,7 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Drops the table of memory unless all its memory lies in the storages at these addresses.
+        """Drops the table of addresses, unless all memory that it lists lies in the storages at the addresses ``kept``.
 
         Returns whether the table is kept.
         """
@@ -282,7 +282,7 @@ class RepeatedFingerprintOfTensors:
 
 
 def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
-    """Notes as tied the names in each of ``groups`` whose tensors are the same."""
+    """Marks names as tied if they are in one of ``groups`` and their tensors are the same."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
 
@@ -294,7 +294,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """Makes the fingerprint of the blocks with zero as its lanes."""
+    """Makes the fingerprint of the blocks before they are summed: its lanes are zero."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)
@@ -340,7 +340,8 @@ def divide_shard_into_blocks(
 ) -> list[IndexedBlock]:
     """Divides a shard into blocks whose elements have known indices in the whole tensor.
 
-    strides: the strides of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
+    strides: for each dim of ``shape``, the distance between the numbers of neighbouring elements in the sum; by default
+        row-major.
     """
     whole = compute_row_major_strides(shape)
     if place.offset is not None and place.stride == whole and strides is None:

@@ -42,10 +42,10 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     around code that changes them on purpose, such as a step, swapping in an average, or merging adapters.
 
     Any rank may use it alone: there is no collective. At the beginning, the sums of shards on a device are only
-    launched, on the current stream, without waiting, so a copy that races with the host still races. The end of the
-    context waits for the device, so put code that might read the weights too early into the context. Shards in host
-    memory are summed on the host, at the speed of the CPU. A copy into them that began before the context must have
-    arrived.
+    launched, on the current stream, without waiting, so the context does not hide a race between a copy and the host.
+    The end of the context waits for the device, so put code that might read the weights too early into the context.
+    Shards in host memory are summed on the host, at the speed of the CPU. A copy into them that began before the
+    context must have arrived.
 
     Raises WeightsChanged, with the tensors, the rank and the calls in the body; UnreadableTensors for tensors that are
     not dense. An exception of the body passes through.

@@ -24,8 +24,8 @@ _T = TypeVar("_T")
 def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Runs a function of a model with the model's device as the current device, and outside of compiled code.
 
-    The model is the first argument or the argument ``model``. The current device of a new thread is device 0, which on
-    all ranks but one belongs to another rank.
+    The model is the first argument or the argument ``model``. A new thread begins with device 0 as its current device,
+    which belongs to another rank on all ranks except one.
     """
 
     @functools.wraps(function)

@@ -35,7 +35,7 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
     pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
     for pattern, mesh in pairs:
         if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to such, not {experts!r}")
+            raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to DeviceMeshes, not {experts!r}")
         if mesh.ndim != 1:
             raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: pass the dim that divides them, as mesh["ep"]')
     return pairs
@@ -102,7 +102,7 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
     if re.search(r"(^|\.)experts\.\d+\.", name):
         raise ValueError(
             f"experts: {name} belongs to one expert, and each group of ranks numbers its experts from 0: no mesh "
-            "says which of all experts it is. Fuse the experts, or number them among all experts"
+            "shows which expert this is. Fuse the experts, or number them over all groups"
         )
     placements: list[Placement] = [Shard(0), *(Replicate() for _ in range(ordered.ndim - 1))]
     if isinstance(tensor, DTensor):
@@ -112,8 +112,8 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
             of_all = private.find_root_mesh(mesh).mesh.tolist()
             raise ValueError(
                 f"experts: {name} is sharded over the ranks {ranks}, which do not form a slice next to the ranks "
-                f"{along} of {of_all}: pass the other dim of the mesh over which FSDP shards the experts, and "
-                "nothing for experts that are already one DTensor"
+                f"{along} of {of_all}: if FSDP shards the experts over this dim, pass the other dim; if the "
+                "experts are already one DTensor, leave out `experts`"
             )
         placements[1:] = extended[1][1:]
     local = private.read_local_tensor(tensor)

@@ -58,7 +58,9 @@ def refuse(forms: Mapping[str, str]) -> None:
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """Describes why a tensor cannot be read and filled in place; empty for other tensors, also on the meta device."""
+    """Describes why a tensor cannot be read and filled in place; empty for any other tensor, including tensors on the
+    meta device.
+    """
     lazy_view = "a view that is conjugated or negated when it is read"
     return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
 
@@ -146,10 +148,9 @@ def _is_of_bitsandbytes(kind: type) -> bool:
 
 @functools.cache
 def _find_kind_of_bitsandbytes(kind: type) -> str:
-    """Returns the name of the bitsandbytes class with codes from which a module's class derives; empty if there is
-    none.
+    """Returns the name of the bitsandbytes class that a module's class is, or derives from, if its weights are codes.
 
-    ``fully_shard`` derives a class from the module's.
+    Otherwise the name is empty. Base classes are searched because ``fully_shard`` derives a class from the module's.
     """
     names = (base.__name__ for base in kind.__mro__ if _is_of_bitsandbytes(base))
     return next((name for name in names if name in _CLASSES_OF_BITSANDBYTES), "")

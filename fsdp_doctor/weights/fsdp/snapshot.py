@@ -49,8 +49,7 @@ class Snapshot:
     def _read_facts(self, modules: list[nn.Module], names: list[Any], tensors: list[torch.Tensor | None]) -> Any:
         """Reads all facts on which a plan depends.
 
-        Tensors are compared by id, and by facts that would tell apart two tensors with the same id, one freed before
-        the other.
+        Tensors are compared by id and by further facts, because a new tensor can get the id of a freed one.
         """
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         units = [read_plan_facts(find_flat_handle(unit)) for known in self._units if (unit := known())]

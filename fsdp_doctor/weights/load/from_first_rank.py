@@ -38,7 +38,7 @@ _MOST_PENDING = 2
 
 @dataclass(frozen=True)
 class _Piece:
-    """Piece of one target: of each rank's part, at most ``length`` bytes from ``start`` on."""
+    """Piece of one target: at most ``length`` bytes of each rank's part, from the byte ``start`` on."""
 
     index: int
     start: int
@@ -228,7 +228,7 @@ class FromFirstRank:
         outgoing: torch.Tensor,
         used: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Moves the bytes in rank 0's lanes to the ranks to which they belong. All ranks must call it at once."""
+        """Moves the bytes in rank 0's lanes to the ranks to which they belong. All ranks must call it together."""
         # The bytes of this rank's part that are in each piece.
         sizes = {
             piece: max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)

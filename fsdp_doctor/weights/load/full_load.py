@@ -251,7 +251,7 @@ def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
         raise LoadError(f"the load was called during a {running}: call it between two training steps")
     if broken := [unit.flat_name for unit in contents.fsdp1_units if unit.open_step == "backward"]:
         raise LoadError(
-            f"a backward raised and left {join_some(broken)} in the middle of it, and FSDP1 cannot recover: build "
+            f"a backward raised and left {join_some(broken)} in a state from which FSDP1 cannot recover: build "
             "and wrap the model again, then load"
         )
 

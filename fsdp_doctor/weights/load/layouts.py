@@ -192,7 +192,8 @@ class ShardsOfUnit:
 
 
 class InFlatParameter(Layout):
-    """Layout of one parameter in an FSDP1 unit: each rank holds a range of it, in the order of its memory.
+    """Layout of one parameter in an FSDP1 unit: each rank holds a range of the parameter, in the order of the
+    parameter's memory.
 
     offset: the index of the parameter's first element in the flat parameter.
     stride: the strides of the full tensor.

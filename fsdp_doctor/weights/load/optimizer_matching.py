@@ -217,7 +217,7 @@ class OptimizerParameter:
 
     @property
     def whole_shape(self) -> torch.Size | None:
-        """Shape of the parameter before it was divided; None for a flat parameter of several."""
+        """Shape of the parameter before it was divided; None for a flat parameter, which holds several parameters."""
         return None if self.parts[0].slices is not None else self.parts[0].shape
 
     def find_form(self, key: str, value: torch.Tensor) -> StateForm:
@@ -363,9 +363,9 @@ class StateForms:
         if not _steps_as_torch_does(self._optimizer):
             kind = type(self._optimizer).__name__
             raise LoadError(
-                f"{kind} has no {key} yet, and it is unknown whether {kind} divides {key} like the parameters, or "
-                f"keeps it whole on each rank: pass whole=() in the first case, whole=({key!r},) in the second, or "
-                "let the optimizer make a step before the load"
+                f"{kind} has no {key} yet, and it is unknown whether {kind} divides it among the ranks. If it divides "
+                f"{key} like the parameters, pass whole=(); if it keeps {key} whole, pass whole=({key!r},); or let the "
+                "optimizer make a step before the load"
             )
         return False
 
@@ -451,7 +451,7 @@ class StateMatching:
             group = optimizer.param_groups[parameter.group]
             options = self.options.get(parameter.group, {})
             if kinds and all(_is_same_option(group.get(k, v), v) for k, v in options.items() if k not in _SCHEDULED):
-                _check_kinds(parameter, entries, kinds, "and the optimizer has")
+                _check_kinds(parameter, entries, kinds, "but the optimizer has")
 
     def _match(self, parameter: OptimizerParameter) -> None:
         names = [self._find_name_in_source(part) for part in parameter.parts]
@@ -498,7 +498,7 @@ class StateMatching:
                 assert_never(self._dtype)
 
     def _find_name_in_source(self, part: ParameterPart) -> str:
-        """Finds the part's name that has entries, otherwise its name in a param group; empty if there is neither."""
+        """Finds which of the part's names the source has: one with entries or, failing that, one in a param group."""
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
         return next(with_entries, next(listed, ""))
@@ -541,7 +541,7 @@ class StateMatching:
             ] += 1
         for parameter, entries in self.entries:
             ((most, _),) = counts[parameter.group].most_common(1)
-            _check_kinds(parameter, entries, dict(most), "and most parameters of its group have")
+            _check_kinds(parameter, entries, dict(most), "but most parameters of its group have")
         for parameter in self.stateless:
             # A parameter that never had a gradient has no entries, not an empty dictionary.
             has_entries = self._outline.entries.keys() & {self._find_name_in_source(part) for part in parameter.parts}
@@ -582,7 +582,7 @@ def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapp
         if kinds.get(key) != expected.get(key):
             raise LoadError(
                 f"{name_entry(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
-                f"{expected.get(key, 'none')}: a step would fail, or begin again from zero"
+                f"{expected.get(key, 'no such value')}: a step would fail or start from zero"
             )
 
 

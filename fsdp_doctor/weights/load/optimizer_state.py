@@ -198,7 +198,7 @@ class _NewState:
         self._complete()
 
     def _complete(self) -> None:
-        """Makes a copy of the optimizer process the state as at the end of its ``load_state_dict``.
+        """Lets a copy of the optimizer process the state, as ``load_state_dict`` does at its end.
 
         This converts step counts from numbers to tensors. Raises LoadError if the optimizer cannot use the state.
         """

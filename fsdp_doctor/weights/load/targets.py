@@ -61,8 +61,8 @@ class ModelPlace:
     known_group: an existing group of exactly these ranks, or None.
     device: the device on which this rank communicates.
     meshes: the meshes of all ranks.
-    partial: names of tensors on a mesh of some of the ranks that is not a submesh of a mesh of all ranks, so that rank
-        0 does not know how they are divided.
+    partial: names of tensors that rank 0 cannot divide: their mesh has only some of the ranks, and is not a submesh of
+        a mesh of all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -184,7 +184,7 @@ def match_transient_values(
 
 
 def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a tensor on the meta device the memory of another tensor. It stays the same object with the same
+    """Gives a tensor on the meta device the memory of another tensor. The tensor stays the same object with the same
     attributes.
 
     An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow

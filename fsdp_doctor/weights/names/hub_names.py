@@ -98,9 +98,9 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
 
 
 def read_hub_parts(config: str) -> dict[str, HubPart]:
-    """Returns the result of :func:`read_hub_view` for a model of which only the configuration is given, without equal
-    parts.
+    """Returns the parts of :func:`read_hub_view` for a model of which only the configuration is given.
 
+    Tensors that differ from the model's neither in name nor in form are left out.
     The model is built on the meta device; without ``architectures`` its class is that of ``AutoModelForCausalLM``.
     Raises ModelClassUnknown (HubNamesUnknown) if the model is not a model of transformers, and the errors of
     :func:`read_hub_view`.
@@ -258,7 +258,7 @@ def find_original_class(module: nn.Module) -> Any:
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the model inside FSDP1, DDP, checkpointing, torch.compile and peft."""
+    """Yields the model inside all wrappers: FSDP1, DDP, checkpointing, torch.compile and peft."""
     while True:
         model = reader.find_innermost(model)
         children = private.child_modules(model)

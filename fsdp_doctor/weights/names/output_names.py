@@ -38,7 +38,7 @@ class OutputNames:
         return self._parts[spec.names]
 
     def divide(self, tensors: Generator[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Yields each part of each tensor, as a view of it."""
+        """Yields the parts of each tensor, as views of the tensor."""
         with contextlib.closing(tensors):
             for spec, tensor in tensors:
                 for part, view in self.list_parts(spec):

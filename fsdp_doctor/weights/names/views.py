@@ -49,7 +49,7 @@ class Box:
     """Box of a tensor's indices that a view covers: ``[begin, begin + length)`` along each dim.
 
     dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1; None if the view has other dims
-    than the tensor. Its elements are then in the tensor's order.
+        than the tensor; in this case its elements are in the tensor's order.
     """
 
     begins: tuple[int, ...]

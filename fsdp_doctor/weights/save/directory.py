@@ -1,12 +1,12 @@
 """Directory that a save writes to: unfinished files lie in a hidden folder of it, and get their final names at the end.
 
 The hidden folder is in the same file system, and no program that loads models looks into it. Each rank of the save
-holds a lock on a file in the folder; the system releases the lock when the process ends, however it ends.
+holds a lock on a file in the folder; the system releases the lock whenever the process ends.
 
-While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save:
-the new one in the hidden folder until the former one is complete in a second hidden folder; the former one there until
-the new one is complete in the directory. A file in the hidden folder lists the moves. After a save that was killed, the
-next save moves the former checkpoint back.
+While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save. At
+first this is the new checkpoint, in the hidden folder, until the former one is complete in a second hidden folder. From
+then on it is the former one, until the new one is complete in the directory. A file in the hidden folder lists the
+moves. After a save that was killed, the next save moves the former checkpoint back.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class SaveDirectory:
     def close(self) -> None:
         """Removes files without a final name.
 
-        They disappear at once, also for other ranks that are still writing to them.
+        The files disappear at once, even if other ranks are still writing to them.
         """
         if self._removed_by == "any" or (self._removed_by == "first" and self._rank == self._ranks[0]):
             gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
@@ -254,7 +254,7 @@ class SaveDirectory:
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 
     def _lock(self, path: pathlib.Path) -> bool:
-        """Takes a lock. Returns True if this process has it now, or if the file system has no locks."""
+        """Takes a lock. Returns True if this process now has the lock, or if the file system has no locks."""
         file = self._locks.enter_context(open(path, "wb"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -191,7 +191,7 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
     if len(by_digest) > 1:
         raise SaveError(
             f"{entry} is a whole tensor on each rank, but its values differ between ranks "
-            f"{sorted(by_digest.values())}, and a full state can have only one; {REMEDY}"
+            f"{sorted(by_digest.values())}, and a full state has room for one of these tensors; {REMEDY}"
         )
     return SavedEntry(StateForm.WHOLE, expected.dtype, None, writer)
 

@@ -28,7 +28,7 @@ from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows,
 def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement, SaveDirectory]]:
     """Opens a directory to save to.
 
-    An error in the block is told to the other ranks. Raises SaveError if another rank fails.
+    An error in the block is reported to the other ranks. Raises SaveError if another rank fails.
     """
     agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
     store = connect(private.find_default_store()) if dist.is_initialized() else None
@@ -102,7 +102,7 @@ class RankPlace:
         if mesh.size() != len(self.ranks):
             raise SaveError(
                 f"{source.spec.names[0]} is on a mesh that has only some of the ranks and is not a slice of a mesh of "
-                "all ranks; which ranks hold copies of it is unknown"
+                "all ranks, so it is unknown which ranks hold copies"
             )
         here, turn = mesh.get_coordinate() or [0] * mesh.ndim, Turn(0, 1)
         for dim, placement in enumerate(placements):

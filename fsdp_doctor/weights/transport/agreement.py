@@ -2,10 +2,10 @@
 leave.
 
 Before the first collective each rank compares its plan with the others'. After that, each rank promises to take part in
-the collectives of a number of buckets, even if it fails meanwhile. Each promise covers twice as many buckets as the one
-before. A rank that leaves announces this before the next promise, so that the other ranks raise instead of waiting in a
-collective. The store is used O(log) times in the number of buckets. A store is used because a group may have only NCCL,
-whose collectives cannot be cancelled once they are launched.
+the collectives of a number of buckets, even if it fails before they begin. Each promise covers twice as many buckets as
+the one before. A rank that leaves announces this before the next promise, so that the other ranks raise instead of
+waiting in a collective. The store is used O(log) times in the number of buckets. A store is used because a group may
+have only NCCL, whose collectives cannot be cancelled once they are launched.
 """
 
 from __future__ import annotations
@@ -138,14 +138,16 @@ class Agreement:
         """Sets the plan that the ranks compare before the first bucket. The plan is computed while shards are being
         loaded.
 
-        comparison: further checks, which are made after the plans turned out to be equal, if any rank still has to make
-        them.
+        comparison: further checks. They are made once the plans are known to be equal, unless all ranks have made them
+            before.
         """
         self._plan = plan
         self._comparison = comparison
 
     def count(self, what: str, number: int) -> None:
-        """Adds to a sum over all ranks, before the first stage. After that stage ``sums`` has the result."""
+        """Adds ``number`` to the sum ``what`` over all ranks. Call it before the first stage; after it ``sums`` has the
+        result.
+        """
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)
 
@@ -319,8 +321,8 @@ class Agreement:
     def _await_answer(self) -> str:
         """Waits for the stage's answer.
 
-        An interrupt during the wait is raised after the other ranks were told, or at the next stage if they have gone
-        on meanwhile.
+        An interrupt during the wait is raised after the other ranks were informed, or at the next stage if they have
+        already continued.
         """
         # While one thread waits over the only connection, no other can use it.
         has_one_store = self._store is private.find_default_store()

@@ -197,7 +197,7 @@ def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """Threads that read: up to ``most``, if the system allows so many. Without threads, the caller reads at once."""
+    """Threads that read, at most ``most``. If the system allows no thread, the caller's thread reads."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes

@@ -1,8 +1,8 @@
 """Determines whether groups of ranks have the same tensor under a name, or different ones.
 
 A placement covers only the ranks of its mesh. Model ranks outside of the mesh may have copies of the tensor (norms
-under tensor parallelism), or different values of the same shape (experts, of which each group has some). The same is
-true of a plain parameter. Names and shapes are the same in both cases. They are told apart as follows:
+under tensor parallelism), or different values of the same shape (experts that are divided among the groups). The same
+is true of a plain parameter. Names and shapes are the same in both cases, which are distinguished as follows:
 
 - If the mesh is a slice of a larger mesh, by ranks and names, along dims over which another parameter is sharded, FSDP
     has sharded both in the same way. The rest of the larger mesh is tensor parallelism, which has copies of tensors
@@ -87,7 +87,7 @@ class Conflict:
 
 @dataclass
 class RankGroups:
-    """Groups of ranks of one model. It holds no tensor.
+    """Groups of ranks of one model. The object holds no tensor.
 
     ranks: all ranks of the model, if a mesh has only a part of them; otherwise empty.
     is_settled: whether the ranks have compared their parts since the model was read.
@@ -162,7 +162,7 @@ def _relate(
 ) -> Relation:
     """Returns the relation between the tensors that several groups of ranks have, each group on a mesh like ``mesh``.
 
-    on_whole: meshes and placements of the tensors of which all ranks of the model have a part.
+    on_whole: meshes and placements of tensors that are divided over all ranks of the model.
     """
     if all(isinstance(placement, Replicate) for placement in placements):
         return "plain"

@@ -284,7 +284,7 @@ class _ShardGroups:
     def find_for_mesh(self, mesh: DeviceMesh) -> ShardGroup:
         """Makes the group of all ranks of a mesh of several dims.
 
-        The first dim's process group stands for the backends of all.
+        The backends of the first dim's process group are taken for those of all dims.
         """
         key = id(mesh), -1
         if key not in self._known:

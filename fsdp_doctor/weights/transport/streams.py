@@ -72,7 +72,7 @@ class HomeStream:
     def _is_current(self) -> bool:
         """Returns whether this stream and its device are current, as for a caller that changes neither.
 
-        This is asked for each tensor, and entering a context for each takes the host longer.
+        The check is made for each tensor, because entering a context for each tensor would take the host longer.
         """
         if self._module is None:
             return True
@@ -81,7 +81,7 @@ class HomeStream:
         return is_on_device and private.read_stream_key(device) == self._key
 
     def _find_callers(self) -> Any:
-        """Returns the current stream; None if it is this stream, and on the CPU."""
+        """Returns the caller's current stream; None if that is this stream, or on the CPU, which has none."""
         if self._module is None or private.read_stream_key(self._device) == self._key:
             return None
         return self._module.current_stream(self._device)
@@ -129,9 +129,9 @@ class Streams:
         return self._enter(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies without waiting.
+        """Launches a copy of ``source`` into ``target``, without waiting.
 
-        The caller may drop the source at once, but a source in host memory must not change.
+        The caller may drop the source at once, but a source in host memory must not change until the copy has finished.
         """
         if self._module and source.device.type != "cpu":
             source.record_stream(self._loading)

@@ -59,7 +59,7 @@ class Gather:
 
 @dataclass(eq=False)
 class Call:
-    """State of one extraction, whose plan is shared by many extractions.
+    """State of one extraction. The plan, by contrast, is shared by many extractions.
 
     shards: this rank's shards, each at the index ``place`` of its source.
     ready: the indices of the shards that a collective can read without a copy.
@@ -113,9 +113,7 @@ class TensorTransfer(ABC):
         """Returns the parts of this rank's shards to load, with their targets."""
 
     def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Lists (targets, sources) that are copied in addition to the pieces: of equal shapes and dtypes, on the
-        device.
-        """
+        """Lists (targets, sources) of further copies, in addition to the pieces."""
         return (), ()
 
     def list_gathers(self) -> Sequence[Gather]:
@@ -258,8 +256,8 @@ class RowsGather(TensorTransfer):
 class PackedGather(TensorTransfer):
     """Gather of many small row-sharded tensors in one all-gather. One kernel copies the tensors out of its result.
 
-    The tensors may lie anywhere in the model, because a separate gather with each bucket would cost the host as much
-    each time.
+    The tensors may lie anywhere in the model, because a separate gather for each bucket would cost the host the same
+    time for every bucket.
     """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:

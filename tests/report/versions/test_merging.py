@@ -101,6 +101,13 @@ def test_a_case_missing_from_one_report_is_not_run_and_cannot_pass() -> None:
     )
 
 
+def test_environments_that_differ_in_more_than_a_version_are_not_counted() -> None:
+    said = summarize_merged(_merged(_of("2.11.0", "ok"), _of("2.13.0", "crash", device="cuda")))
+    assert "no change is counted" in said
+    assert "changed between two versions" not in said
+    assert "1 changed between two versions" in summarize_merged(_merged(_of("2.11.0", "ok"), _of("2.13.0", "crash")))
+
+
 def test_a_case_that_could_not_run_somewhere_is_no_pass() -> None:
     merged = _merged(_of("2.10.0", "ok"), _of("2.11.0", "unsupported"))
     assert not merged.passes(merged.cases[0])

@@ -328,7 +328,7 @@ _ONE = fingerprint_tensors({"a": torch.ones(2)})
         (lambda: compare_fingerprints(_ONE, _ONE, history=_ONE), "a history is a sequence of Fingerprints"),
         (lambda: compare_fingerprints(_ONE, _ONE, base={}), "the fingerprints of the base are not Fingerprints: dict"),
         (lambda: combine_fingerprints([_ONE, None]), "fingerprints to be combined are not Fingerprints: NoneType"),
-        (lambda: combine_fingerprints(_ONE), "those of several ranks, not of one"),
+        (lambda: combine_fingerprints(_ONE), "the fingerprints of several ranks, not of one"),
         (lambda: fingerprint_tensors({"a": "b"}), "a is not a tensor: str"),
         (lambda: fingerprint_tensors({"a": TensorPart("b", shape=(2,), offsets=(0,))}), "a is not a tensor: str"),
         (lambda: fingerprint_tensors([torch.ones(2)]), "the name of a tensor must be a string, not Tensor"),

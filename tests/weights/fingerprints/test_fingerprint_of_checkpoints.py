@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from program import ROOT, doctor
 from safetensors.torch import save_file
+from support.inside import doctor
+from support.places import ROOT
 from torch import nn
 
 from fsdp_doctor import (

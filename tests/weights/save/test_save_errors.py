@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from program import doctor
 from safetensors.torch import load_file
 from support import forked
 from support.extraction import everywhere, fsdp2, new_net, raises_soon, sharded_net, tensors_of
+from support.inside import doctor
 from support.ranks import this_device, this_rank, together, world_size
 from support.saving import new_directory
 from torch import nn

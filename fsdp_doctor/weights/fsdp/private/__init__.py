@@ -105,7 +105,7 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
     Private: ``Module._modules``, ``_parameters`` and ``_buffers``, because the public walk nests a generator for each
     level, and a model of tens of thousands of modules is read for each extraction; ``_non_persistent_buffers_set``,
-    because in public only ``state_dict()`` tells persistent buffers apart, and it is a method under test.
+    because the only public way to find persistent buffers is ``state_dict()``, which is a method under test.
     """
     modules: list[ModuleTensors] = []
     waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
@@ -220,7 +220,7 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _compiles_frames() -> bool:
     """Returns whether frames of this thread are being compiled.
 
-    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If this name is
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name tells this. If this name is
     missing, the answer is True once the compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:
@@ -230,7 +230,7 @@ def _compiles_frames() -> bool:
 
 
 def read_stream_key(device: torch.device) -> Any:
-    """Returns a key that tells the current streams of a device apart; the device must not be the CPU.
+    """Returns a key of the device's current stream, which differs between streams. The device must not be the CPU.
 
     Private: ``torch._C._cuda_getCurrentRawStream``. The key is needed for each tensor, and
     ``torch.cuda.current_stream`` makes an object each time.
@@ -251,7 +251,7 @@ def read_device_index(device_type: str) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a key that tells storages apart, even on the meta device, where the address of each is 0.
+    """Returns a key that differs between storages, even on the meta device, where all addresses are 0.
 
     Private: ``UntypedStorage._cdata``.
     """
@@ -266,7 +266,7 @@ def list_step_hooks(module: nn.Module) -> list[Any]:
 def list_optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Lists the hooks that run before a step of the optimizer.
 
-    ``register_step_pre_hook`` has no public counterpart that lists.
+    No public name lists the hooks that ``register_step_pre_hook`` added.
     """
     return list(get(optimizer, "_optimizer_step_pre_hooks").values())
 
@@ -340,9 +340,9 @@ def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def read_stated_chunk(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns (offsets, sizes) of this rank's part of a DTensor where a framework has stated them; None elsewhere.
+    """Returns (offsets, sizes) of this rank's part of a DTensor if a framework has stated them, otherwise None.
 
-    A framework that shards otherwise than ``torch.chunk`` says so to distributed checkpoints. Private:
+    A framework that does not shard like ``torch.chunk`` states them for distributed checkpoints. Private:
     ``__create_chunk_list__`` on the local tensor, which ``DTensor`` asks first.
     """
     stated = getattr(read_local_tensor(tensor), "__create_chunk_list__", None) if isinstance(tensor, DTensor) else None
@@ -357,7 +357,7 @@ def count_interleaved(placement: Placement) -> int | None:
     sharded.
 
     The result is 1 for ``Shard``. Private: ``_StridedShard.split_factor``, the placement that ``fully_shard`` gives a
-    dim that tensor parallelism sharded first; it is a Shard in older versions only.
+    dim that tensor parallelism sharded first; only in older versions it is a subclass of Shard.
     """
     if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
         return int(get(placement, "split_factor"))
@@ -377,7 +377,7 @@ def make_placement(mesh: DeviceMesh) -> Any:
 def has_placements_on_meshes() -> bool:
     """Returns whether torch has ``ShardPlacementResult``.
 
-    torch 2.12 and newer have it, and also the present form of ``replicate``.
+    torch 2.12 and newer have this class, and also the present form of ``replicate``.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 

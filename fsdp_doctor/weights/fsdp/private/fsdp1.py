@@ -73,7 +73,7 @@ class Fsdp1Unit:
         """Present attributes that hold this rank's shard, and the parts of the shard that belong to original parameters
         (or None).
 
-        These serve a verification that must not rely on which of the attributes torch reads. Private:
+        A verification uses all of them, because it must not assume which attribute torch reads. Private:
         ``FlatParameter.data`` if it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded
         ``_params``.
         """
@@ -218,7 +218,7 @@ class Fsdp1Unit:
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
-        It follows ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
+        The steps are those of ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
         ``_prefetched``, which marks the parameters as already gathered.
         """
         handle = self._handle

@@ -90,8 +90,7 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters of the unit with other memory than the unit gathers, and for each whether the unit can gather this
-        memory.
+        """Parameters whose memory is not the memory that the unit gathers, each with whether the unit can gather it.
 
         The unit can gather it if the parameter is placed as it was when it was sharded (``FSDPParam._sharding_spec``),
         has the same dtype (``orig_dtype``), and is contiguous.
@@ -199,7 +198,7 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Puts units whose step was broken off into the state between two steps.
+    """Puts units whose step was not completed into the state between two steps.
 
     Returns the parameters whose gradients it discards. These are gradients that were not reduced, which no
     ``zero_grad`` of an optimizer reaches. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but
@@ -308,8 +307,8 @@ def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
     A unit gathers ``FSDPParam._sharded_param_data``, which is padded; normally the parameter's shard is a part of it.
     The unit updates it in ``Module._apply``, in a load and at its first forward
     (``FSDPParamGroup._reset_sharded_params``), so it ignores memory that a parameter is given by
-    ``torch.utils.swap_tensors`` or as ``_local_tensor``. A shard of a tensor subclass is asked itself for the memory
-    that is gathered.
+    ``torch.utils.swap_tensors`` or as ``_local_tensor``. If the shard is a tensor subclass, the subclass says which
+    memory is gathered.
     """
     moved = []
     for group in _list_groups(state):

@@ -1,0 +1,67 @@
+"""Finds what a log names of a job's circumstances, and what each of them can mean for a failure."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# So many possible causes stand in a sentence.
+_SHOWN = 4
+
+
+class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A circumstance of a job. ``circumstances.toml`` explains the fields."""
+
+    name: str
+    shown: tuple[str, ...]
+    means: Mapping[str, str]
+
+    def is_named(self, text: str) -> bool:
+        return any(compile_pattern(pattern).search(text) for pattern in self.shown)
+
+
+@functools.cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)
+
+
+@functools.cache
+def read_circumstances() -> tuple[Circumstance, ...]:
+    table = tomllib.loads(pathlib.Path(__file__).with_name("circumstances.toml").read_text(encoding="utf-8"))
+    return tuple(msgspec.convert(row, Circumstance) for row in table["circumstance"])
+
+
+def find_causes(text: str, subjects: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Finds the circumstances in a text that can mean something for one of the subjects.
+
+    Returns the names of the circumstances, and what they can mean, each only once.
+    """
+    names: list[str] = []
+    causes: list[str] = []
+    for circumstance in read_circumstances():
+        means = next((circumstance.means[subject] for subject in subjects if subject in circumstance.means), "")
+        if means and circumstance.is_named(text):
+            names.append(circumstance.name)
+            if means not in causes:
+                causes.append(means)
+    return names, causes
+
+
+def join_causes(causes: Sequence[str]) -> str:
+    """Writes the first of the possible causes as a sentence; empty without any."""
+    shown = list(dict.fromkeys(causes))[:_SHOWN]
+    if not shown:
+        return ""
+    if len(shown) == 1:
+        return f"It can be that {shown[0]}."
+    return "It can be that " + "; ".join(f"({number}) {cause}" for number, cause in enumerate(shown, 1)) + "."

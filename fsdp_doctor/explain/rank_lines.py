@@ -1,0 +1,40 @@
+"""Names the rank that wrote a line, and holds what the readers of symptoms in several lines share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+RANK = re.compile(r"\[?\b(?i:rank) ?:?(?P<number>\d{1,6})\b\]?")
+# Within so many lines two ranks do the same.
+NEAR = 64
+MAX_TRACKED = 4_096
+# So many names stand in a sentence.
+SHOWN = 8
+# Sources of a line that are ranks.
+_RANKS = ("rank", "local rank", "task")
+
+
+class Found(NamedTuple):
+    """A symptom: what does not fit, what decides, and the numbers of the lines that show it."""
+
+    clash: str
+    decide: str
+    numbers: tuple[int, ...]
+
+
+def name_rank(text: str, source: str) -> str:
+    """Names the rank that wrote a line: its source if that is a rank, else the rank in the text; empty without any."""
+    if source.startswith(_RANKS):
+        return source
+    rank = RANK.search(text)
+    return f"rank {rank['number']}" if rank else ""
+
+
+def has_any(words: Sequence[str], text: str) -> bool:
+    # Quicker than any() with a generator, which most lines of a log would wait for.
+    for word in words:  # noqa: SIM110
+        if word in text:
+            return True
+    return False
