@@ -87,7 +87,8 @@ def full_tensors(
     the other ranks raise RankLeft. This happens when the rank closes the iterator, at the end of ``with
     full_tensors(model) as tensors``, or when nothing refers to the iterator any more. A traceback refers to the
     iterator, so without ``with`` the other ranks wait while an error is handled. Under HSDP each replica's shard group
-    works independently of the other replicas.
+    works independently of the other replicas. A model of which nothing is sharded, under DDP or nothing, needs no other
+    rank: any rank may call it alone, yields its own values, and compares them with no other rank's.
 
     By default, tensors have the names of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). A tied parameter is yielded under each of its names; the names share one tensor, which is

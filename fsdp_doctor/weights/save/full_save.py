@@ -128,7 +128,8 @@ def save_full_tensors(
 
     Raises SaveError on every rank: for a directory that has weights of this or of other ranks of the job, is in use
     by another save, cannot be made, is not the same for all ranks, or has too little room, which is checked before
-    anything is written; for tensors that safetensors cannot store; if files cannot be given their names; and if another
+    anything is written; for parameters that are whole on each rank, but differ between the ranks (a few elements are
+    compared); for tensors that safetensors cannot store; if files cannot be given their names; and if another
     rank fails, with the number of this rank. A rank that gets an OSError earlier raises the OSError. Warns
     BuffersDiffer at each save if buffers differ between the ranks. Raises ValueError for an empty ``directory``. Other
     errors: see :func:`full_tensors`.

@@ -15,6 +15,7 @@ import datetime
 import functools
 import hashlib
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsdp_doctor.text import read_first_line
+from fsdp_doctor.text import join_some, read_first_line
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.transport.rank_groups import Comparison
 
@@ -42,6 +43,8 @@ _ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
 # A signal that comes just before a wait begins does not end it.
 _SECONDS_OF_A_WAIT = 0.5
 _SECONDS_OF_A_WATCH = 0.05
+# After how long a wait a rank notes in the store that it waits, and after how long it warns about the missing ranks.
+_SECONDS_BEFORE_NOTE, _SECONDS_BEFORE_WARNING = 5.0, 30.0
 
 
 class RankLeft(RuntimeError):
@@ -119,6 +122,7 @@ class Agreement:
         self._counted: list[str] = []
         self.sums: list[int] = []
         self._interrupt: BaseException | None = None
+        self._has_noted = self._has_warned = False
         self._over = len(ranks) == 1
         if self._over:
             return
@@ -327,7 +331,7 @@ class Agreement:
                 return self._await_watchfully(self.watch).decode()
             if has_one_store or self._is_answered_soon():
                 return self._wait().decode()
-            return call_interruptibly(self._wait).decode()
+            return call_interruptibly(self._wait, self._note_wait).decode()
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
@@ -340,6 +344,55 @@ class Agreement:
             _connections.store = None
             self._store = connect(private.find_default_store())
             return self._answer_with(self._make_leaving_answer(type(interrupt).__name__))
+        finally:
+            if self._has_noted:
+                self._has_noted = False
+                with contextlib.suppress(RuntimeError):
+                    self._store.delete_key(self._make_waiting_key(self._rank))
+
+    def _note_wait(self, seconds: float) -> None:
+        """Notes in the store that this rank waits, and warns once about ranks that do not come to a call.
+
+        A thread waits over this thread's connection meanwhile, so another one is made.
+        """
+        is_to_be_noted = seconds >= _SECONDS_BEFORE_NOTE and not self._has_noted
+        is_to_be_warned = seconds >= _SECONDS_BEFORE_WARNING and not self._stage and not self._has_warned
+        if not (is_to_be_noted or is_to_be_warned):
+            return
+        with contextlib.suppress(RuntimeError):
+            store: dist.Store = private.find_default_store().clone()  # type: ignore[attr-defined]
+            self._has_noted = True
+            store.set(self._make_waiting_key(self._rank), "")
+            if is_to_be_warned:
+                self._has_warned = True
+                waiting = self._list_waiting_ranks(store)
+                if waiting[0] == self._rank and not store.check([self._make_stage_key()]):
+                    who = self._name_missing_ranks(store, waiting) or "other ranks"
+                    sys.stderr.write(
+                        f"fsdp-doctor: rank {self._rank} has waited {seconds:.0f} s for {who} to come to "
+                        f"{self._name_call()}, and still waits: every rank must make the call\n"
+                    )
+                    sys.stderr.flush()
+
+    def _make_waiting_key(self, rank: int) -> str:
+        return f"{self._make_stage_key()}/waits/{rank}"
+
+    def _list_waiting_ranks(self, store: dist.Store) -> list[int]:
+        """Lists this rank and those that have noted that they wait, too."""
+        return [rank for rank in self._ranks if rank == self._rank or store.check([self._make_waiting_key(rank)])]
+
+    def _name_missing_ranks(self, store: dist.Store, waiting: Sequence[int]) -> str:
+        """Names the ranks that have not come to the stage; empty if one that has come has not noted yet that it
+        waits.
+        """
+        came = store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
+        missing = [rank for rank in self._ranks if rank not in waiting]
+        if came != len(waiting) or not missing:
+            return ""
+        return f"rank {missing[0]}" if len(missing) == 1 else f"ranks {join_some(list(map(str, missing)))}"
+
+    def _name_call(self) -> str:
+        return f"call {self._number} over ranks {list(self._ranks)}"
 
     def _await_watchfully(self, watch: Callable[[], str]) -> bytes:
         while True:
@@ -357,13 +410,14 @@ class Agreement:
         to come.
         """
         came = self._store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
-        call = f"call {self._number} over ranks {list(self._ranks)}"
-        where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
-        verb = "iterate" if self._verb == "extract" else self._verb
+        where = f"bucket {self._buckets} of {self._name_call()}" if self._stage else self._name_call()
+        who = self._name_missing_ranks(self._store, self._list_waiting_ranks(self._store))
+        absent = f" ({who} did not)" if who else ""
         made = "" if self._stage else f", and the other ranks have come to {self._number - 1} at most"
+        advice = "make the call, and iterate to its end," if self._verb == "extract" else "make the call"
         return (
-            f"only {came} of {len(self._ranks)} ranks came to {where}{made}: each rank must {verb} as often as the "
-            "others, with a model that is sharded over all of them"
+            f"only {came} of {len(self._ranks)} ranks came to {where} in time{absent}{made}: {advice} on every rank, "
+            "as often on each, with a model that is sharded over all of them"
         )
 
     def _is_answered_soon(self) -> bool:
@@ -446,11 +500,13 @@ def connect(store: dist.Store) -> dist.Store:
     return clone
 
 
-def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
+def call_interruptibly(wait: Callable[[], bytes], note: Callable[[float], object]) -> bytes:
     """Calls a C++ function that waits, so that Ctrl-C interrupts it.
 
     Python runs signal handlers only in the main thread. In the main thread, the function is therefore called in another
     thread, which continues after an interrupt. If no thread can be started, the function is called directly.
+
+    note: a function that is called now and then during the wait, with the number of seconds since its beginning.
     """
     if threading.current_thread() is not threading.main_thread():
         return wait()
@@ -467,10 +523,13 @@ def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
         waiting.start()
     except RuntimeError:
         return wait()
+    begin = time.monotonic()
     while True:
-        with contextlib.suppress(queue.Empty):
+        try:
             answer, error = result.get(timeout=_SECONDS_OF_A_WAIT)
             break
+        except queue.Empty:
+            note(time.monotonic() - begin)
     waiting.join()
     if error is not None:
         raise error

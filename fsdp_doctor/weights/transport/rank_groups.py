@@ -113,7 +113,10 @@ class RankGroups:
 
 
 def read_groups(contents: ModelContents) -> RankGroups:
-    """Reads the groups of a model. Only attributes are read, so any rank may call it alone."""
+    """Reads the groups of a model. Only attributes are read, so any rank may call it alone.
+
+    A model of which nothing is sharded has plain parts, which only a call of several ranks, such as a save, compares.
+    """
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
     for parameter in contents.parameters:
         if isinstance(parameter.placed, DTensor) and id(parameter.placed.device_mesh) not in on_meshes:
@@ -121,7 +124,7 @@ def read_groups(contents: ModelContents) -> RankGroups:
             on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
     of_units = [unit.ranks for unit in contents.fsdp1_units]
     everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
-    if len(everyone) < 2:
+    if len(everyone) == 1:
         return RankGroups(())
     # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
     lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}

@@ -259,6 +259,18 @@ def test_ddp_and_no_wrapper_yield_plain_names() -> None:
         assert_same(extracted(model), expected)
 
 
+@everywhere
+def test_any_rank_alone_extracts_a_model_that_nothing_shards() -> None:
+    torch.manual_seed(this_rank())
+    net = nn.Linear(4, 4).to(this_device())
+    if this_rank() == 1:
+        assert_same(extracted(net), tensors_of(net))
+        assert_same(full_state_dict(net, ranks="all"), tensors_of(net), torch.device("cpu"))
+        assert set(fingerprint(net).tensors) == {"weight", "bias"}
+    together()
+    assert_same(extracted(net), tensors_of(net))
+
+
 def _state(model: nn.Module) -> list[tuple[str, Any, torch.Tensor, bool, torch.device, int]]:
     return [
         (name, type(tensor), local_of(tensor).clone(), tensor.requires_grad, tensor.device, local_of(tensor).data_ptr())

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from support import forked
 from support.extraction import everywhere, fsdp2, new_net, raises_soon, sharded_net, tensors_of
 from support.inside import doctor
-from support.ranks import this_rank, together, world_size
+from support.ranks import this_device, this_rank, together, world_size
 from support.saving import new_directory
 from torch import nn
 
-from fsdp_doctor import LoadError, SaveError, load_full_tensors, save_full_tensors, save_optimizer_state
+from fsdp_doctor import BuffersDiffer, LoadError, SaveError, load_full_tensors, save_full_tensors, save_optimizer_state
 from fsdp_doctor.checkpoints.verification import verify
 from fsdp_doctor.weights.save.writing import Writer
 
@@ -115,6 +115,29 @@ def test_an_empty_path_is_refused_on_every_rank() -> None:
                 together()
         assert not contents(directory)
         together()
+
+
+@everywhere
+def test_an_unsharded_model_that_differs_between_ranks_is_refused() -> None:
+    torch.manual_seed(this_rank())
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(this_device())
+    with new_directory() as directory:
+        with raises_soon(
+            SaveError, "0.weight is a parameter that is not sharded, and its values differ between rank 0"
+        ):
+            save_full_tensors(model, directory, names="model")
+        together()
+        assert not directory.exists()
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+        model[1].running_mean += this_rank()
+        together()
+        with pytest.warns(BuffersDiffer, match=r"1\.running_mean is a buffer"):
+            report = save_full_tensors(model, directory, names="model")
+        assert report.differing_buffers == ("1.running_mean",)
+        together()
+        saved = load_file(directory / "model.safetensors")
+        assert torch.equal(saved["0.weight"], model[0].weight.cpu())
 
 
 @everywhere

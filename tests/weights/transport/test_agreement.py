@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
 import signal
 import threading
@@ -190,7 +191,12 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
     late = world_size() - 1
     if this_rank() == late:
         together()
-    with raises_soon(RankLeft, f"only {late} of {world_size()} ranks came to call"):
+    words = (f" in time (rank {late} did not), and", "make the call, and iterate to its end, on every rank")
+    with (
+        raises_soon(RankLeft, f"only {late} of {world_size()} ranks came to call", *words),
+        mock.patch.object(agreement, "_SECONDS_BEFORE_NOTE", 0.1),
+        mock.patch.object(agreement, "_SECONDS_OF_A_WAIT", 0.1),
+    ):
         _impatiently_extracted(model)
     if this_rank() != late:
         together()
@@ -205,6 +211,46 @@ def _impatiently_extracted(model: nn.Module) -> None:
         extracted(model)
     finally:
         store.set_timeout(usual)
+
+
+@everywhere
+def test_one_of_the_ranks_that_wait_long_warns_about_the_missing_rank() -> None:
+    model, expected = sharded_net()
+    late, printed = world_size() - 1, io.StringIO()
+    made = agreement._num_agreements[tuple(range(world_size()))]
+    store = agreement.connect(private.find_default_store())
+    keys = store.num_keys()
+    together()
+    if this_rank() == late:
+        for rank in range(late):
+            private.find_default_store().wait([f"test/warned/{rank}"])
+    note = agreement.Agreement._note_wait
+
+    def noted(self: Any, seconds: float) -> None:
+        note(self, seconds)
+        if self._has_warned:
+            private.find_default_store().clone().set(f"test/warned/{this_rank()}", "")
+
+    with (
+        mock.patch.object(agreement, "_SECONDS_BEFORE_NOTE", 0.1),
+        mock.patch.object(agreement, "_SECONDS_BEFORE_WARNING", 3),
+        mock.patch.object(agreement.Agreement, "_note_wait", noted),
+        contextlib.redirect_stderr(printed),
+    ):
+        assert_same(extracted(model), expected)
+    together()
+    for rank in range(late) if this_rank() == 0 else ():
+        store.delete_key(f"test/warned/{rank}")
+    together()
+    ranks = list(range(world_size()))
+    call = f"call {made + 1} over ranks {ranks}"
+    words = f" s for rank {late} to come to {call}, and still waits: every rank must make the call"
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == (1 if this_rank() == 0 else 0), lines
+    assert all(line.startswith("fsdp-doctor: rank 0 has waited ") and line.endswith(words) for line in lines), lines
+    assert_same(extracted(model), expected)
+    together()
+    assert store.num_keys() <= keys + 4
 
 
 @everywhere
@@ -409,7 +455,7 @@ def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
             together()
         return come(self, one_only)
 
-    def waited(wait: Any) -> Any:
+    def waited(wait: Any, note: Any) -> Any:
         if this_rank() == 0 and waiting.call_count == 1:
             together()
         return wait()
