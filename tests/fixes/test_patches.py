@@ -35,7 +35,7 @@ def test_a_patch_with_torch_alone_has_at_most_sixty_lines(id: str) -> None:
 def test_an_edit_whose_text_is_not_once_in_the_module_is_refused(monkeypatch: pytest.MonkeyPatch, old: str) -> None:
     """The first is nowhere in json, the second twice."""
     monkeypatch.setattr(patches, "read_edits", lambda: [Edit(fix="toy", old=old, new="")])
-    with pytest.raises(CannotRun, match="fix toy: json is not as"):
+    with pytest.raises(CannotRun, match="fix toy: json differs from the source"):
         render_patch([_FUNCTION])
 
 

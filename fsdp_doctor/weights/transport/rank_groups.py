@@ -20,11 +20,11 @@ reported.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import os
 import pathlib
-import sys
 import warnings
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -271,8 +271,8 @@ def _find_stacklevel() -> int:
 
     The frames of a call are of this package, and of the decorators of torch and contextlib.
     """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FRAMES):
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and (level == 0 or frame.f_code.co_filename.startswith(_OWN_FRAMES)):
         frame, level = frame.f_back, level + 1
     return level
 
