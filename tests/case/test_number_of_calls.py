@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import tempfile
 
 from support.ranks import Setting, on_ranks, this_device, this_rank, world_size
 
@@ -21,10 +22,11 @@ def _calls(case_id: str, *, with_ledgers: bool = False) -> int:
     method = case_id.rpartition("/")[2]
     told: list[Record] = []
     place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
-    here = runtime.make_for_present_group(place, this_device(), pathlib.Path("/nowhere"))
-    here.with_ledgers = with_ledgers
-    runner = CaseRunner(here, (method,) if ":" in method else (), report=told.append)
-    record = runner.examine(parse_case_id(case_id, METHOD_NAMES))
+    with tempfile.TemporaryDirectory() as scratch:
+        here = runtime.make_for_present_group(place, this_device(), pathlib.Path(scratch))
+        here.with_ledgers = with_ledgers
+        runner = CaseRunner(here, (method,) if ":" in method else (), report=told.append)
+        record = runner.examine(parse_case_id(case_id, METHOD_NAMES))
     assert record.done
     assert told[-1] == record
     return max(record.call for record in told)

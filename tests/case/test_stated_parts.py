@@ -32,7 +32,7 @@ _ROWS = {"weight": (1, 4), "bias": (0, 5)}
 @functools.cache
 def _runtime() -> Runtime:
     place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
-    return make_for_present_group(place, this_device(), pathlib.Path("/nowhere"))
+    return make_for_present_group(place, this_device(), pathlib.Path("/dev/null/nowhere"))
 
 
 def _plain() -> nn.Linear:

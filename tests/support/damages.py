@@ -43,6 +43,14 @@ def write_codes(state: dict[str, Any]) -> None:
     state[DOWN].copy_(state[DOWN].to(torch.float8_e4m3fn))
 
 
+def quantize_without_scales(directory: pathlib.Path) -> None:
+    """Replaces a weight by its float8 codes, as a quantized model has them, and saves no scales."""
+    tensors(TIED, lambda state: state.update({DOWN: state[DOWN].to(torch.float8_e4m3fn)}))(directory)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "compressed-tensors"}}))
+
+
 def zero_tail(directory: pathlib.Path) -> None:
     file = directory / "model.safetensors"
     size = file.stat().st_size
@@ -630,6 +638,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "an expert as another one": ("experts", tensors(TIED, copy_expert), "copied_tensor"),
     "the moments of another parameter": ("full", full(copy_moments), "copied_tensor"),
     "codes of float8 as weights": ("tied", tensors(TIED, write_codes), "codes"),
+    "codes without their scales": ("tied", quantize_without_scales, "scales"),
     "a matrix of one value": ("tied", tensors(TIED, lambda t: t[DOWN].fill_(0.02)), "constant"),
     "half of a matrix's columns zero": ("tied", tensors(TIED, lambda t: t[DOWN][:, :48].zero_()), "zero_columns"),
     "twenty equal rows": ("tied", tensors(TIED, lambda t: t[DOWN][10:30].copy_(t[DOWN][10].clone())), "equal_rows"),
@@ -755,6 +764,15 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "legacy",
         made.make(made.make_averaged, lambda t: t["ema"].update({"embed.weight": torch.randn(97, 32)}), 7.0),
         "average",
+    ),
+    "an average with a matrix of the model's": (
+        "legacy",
+        made.make(
+            made.make_averaged,
+            lambda t: t["ema"]["layers.1.mlp.up_proj.weight"].copy_(t["model"]["layers.1.mlp.up_proj.weight"]),
+            500.0,
+        ),
+        "part_of_average",
     ),
     "T5's biases of positions lost in the decoder": (
         "legacy",
