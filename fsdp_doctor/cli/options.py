@@ -231,11 +231,14 @@ def check_versions() -> None:
         versions.require(package, oldest)
 
 
-def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None, *, jobs: int | None = 1) -> NoReturn:
+def start_ranks(
+    ranks: RankOptions, arguments: Sequence[str] | None = None, *, jobs: int | None = 1, num_cases: int = 0
+) -> NoReturn:
     """Runs this program again on several ranks of this node, and exits with the exit code of rank 0.
 
     arguments: the arguments of the program; None for the arguments of this command line.
     jobs: the number of groups of ranks that run at the same time; None for as many as fit on this machine.
+    num_cases: the number of cases that the groups share; needed if ``jobs`` is None.
     """
     # Before torch is imported, which reads it: several ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -243,5 +246,5 @@ def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None, *, j
 
     worker.import_what_cases_need()
     nproc = ranks.nproc or launch.choose_num_ranks(ranks.device)
-    num_groups = launch.choose_num_groups(ranks.device, nproc) if jobs is None else jobs
+    num_groups = launch.choose_num_groups(ranks.device, nproc, num_cases) if jobs is None else jobs
     raise SystemExit(launch.start_ranks(sys.argv[1:] if arguments is None else arguments, nproc, num_groups))

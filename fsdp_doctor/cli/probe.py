@@ -176,7 +176,7 @@ def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None
     """Runs a probe as rank 0, and exits with its exit code. Outside torchrun, starts the ranks instead."""
     options.check_versions()
     if not launch.is_under_torchrun():
-        options.start_ranks(ranks, jobs=jobs)
+        options.start_ranks(ranks, jobs=jobs, num_cases=len(asked.cases))
     if jobs not in (None, 1) and launch.RankGroup.read() is None:
         raise UsageError("--jobs starts ranks, but torchrun has already started them: leave out one of the two")
     from fsdp_doctor.probe.command import conduct

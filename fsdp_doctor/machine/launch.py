@@ -32,6 +32,8 @@ _MOST_GROUPS = 4
 # A rank waits for the other ranks, and its supervisor for the rank, about half of the time.
 _RANKS_OF_A_PROCESSOR = 2
 _DEVICE_BYTES_OF_A_GROUP = 4 << 30
+# With fewer cases, the start of a group of ranks takes longer than the group saves.
+_CASES_OF_A_GROUP = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +125,14 @@ def choose_num_ranks(device: str) -> int:
     return _call_in_fork(_count_accelerators) or _RANKS_WITHOUT_ACCELERATOR
 
 
-def choose_num_groups(device: str, nproc: int) -> int:
-    """Chooses the default number of groups of ranks, from the processors and the free memory of the devices."""
-    by_processors = min(_MOST_GROUPS, _RANKS_OF_A_PROCESSOR * (os.cpu_count() or 1) // nproc)
-    if by_processors < 2 or device in _WITHOUT_ACCELERATOR:
-        return max(1, by_processors)
+def choose_num_groups(device: str, nproc: int, num_cases: int) -> int:
+    """Chooses the default number of groups of ranks, from the cases, the processors and the devices' free memory."""
+    by_processors = _RANKS_OF_A_PROCESSOR * (os.cpu_count() or 1) // nproc
+    wanted = min(_MOST_GROUPS, by_processors, num_cases // _CASES_OF_A_GROUP)
+    if wanted < 2 or device in _WITHOUT_ACCELERATOR:
+        return max(1, wanted)
     free_bytes = _call_in_fork(functools.partial(_measure_free_bytes, nproc))
-    return max(1, min(by_processors, free_bytes // _DEVICE_BYTES_OF_A_GROUP))
+    return max(1, min(wanted, free_bytes // _DEVICE_BYTES_OF_A_GROUP))
 
 
 def _call_in_fork(count: Callable[[], int]) -> int:
