@@ -35,8 +35,6 @@ FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be wr
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
-# The dtypes of torch by the names that configurations give them.
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "f32": "float32"}
 _DTYPE: Any = typer.Option(
     metavar="DTYPE", help="Cast floating-point tensors to this dtype first, for example bfloat16."
 )
@@ -382,13 +380,15 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
         return None
     import torch
 
+    from fsdp_doctor.weights.transport.sources import find_meant_dtype
+
     dtype = getattr(torch, name, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]
-        near = difflib.get_close_matches(name.lower(), names, n=1)
-        meant = _SHORT_DTYPES.get(name.lower()) or next(iter(near), "")
-        hint = f"; did you mean {meant}?" if meant else f"; the dtypes are {', '.join(sorted(names))}"
+        meant = str(find_meant_dtype(name)).removeprefix("torch.")
+        near = [meant] if meant in names else difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; the dtypes are {', '.join(sorted(names))}"
         raise UsageError(f"--dtype {name}: torch has no floating-point dtype of that name{hint}")
     return dtype
 

@@ -48,7 +48,7 @@ class ProbeRankOptions(DeviceOptions):
         typer.Option(
             min=1,
             help="Number of groups of ranks that run side by side on the same devices, when not run under torchrun.  "
-            "[default: as many as the processors and the devices' memory allow, at most 4]",
+            "[default: as many as the cases, the processors and the devices' memory allow, at most 4]",
         ),
     ] = None
 

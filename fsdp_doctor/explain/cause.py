@@ -6,7 +6,6 @@ import functools
 import pathlib
 import re
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -20,6 +19,7 @@ from fsdp_doctor.explain.places import JobCall, find_call, find_package
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.symptoms import SymptomReader
+from fsdp_doctor.explain.tables import read_table
 from fsdp_doctor.explain.topics import find_topic
 from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
@@ -27,11 +27,6 @@ from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import ClueName, LogClues
 from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
 from fsdp_doctor.verdict.classification import fold
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
 
@@ -72,7 +67,7 @@ _SENDING = re.compile(r"\b(?:send_weights|packed_\w{1,40}_producer|update_weight
 
 
 def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
-    tables = tomllib.loads(pathlib.Path(__file__).with_name("message_kinds.toml").read_text(encoding="utf-8"))
+    tables = read_table("message_kinds.toml")
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 

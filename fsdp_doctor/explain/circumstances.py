@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pathlib
-import re
-import sys
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fsdp_doctor.explain.tables import read_table, shows_any
 
 # So many possible causes stand in a sentence.
 _SHOWN = 4
@@ -26,18 +20,10 @@ class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shown: tuple[str, ...]
     means: Mapping[str, str]
 
-    def is_named(self, text: str) -> bool:
-        return any(compile_pattern(pattern).search(text) for pattern in self.shown)
-
-
-@functools.cache
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)
-
 
 @functools.cache
 def read_circumstances() -> tuple[Circumstance, ...]:
-    table = tomllib.loads(pathlib.Path(__file__).with_name("circumstances.toml").read_text(encoding="utf-8"))
+    table = read_table("circumstances.toml")
     return tuple(msgspec.convert(row, Circumstance) for row in table["circumstance"])
 
 
@@ -50,7 +36,7 @@ def find_causes(text: str, subjects: Sequence[str]) -> tuple[list[str], list[str
     causes: list[str] = []
     for circumstance in read_circumstances():
         means = next((circumstance.means[subject] for subject in subjects if subject in circumstance.means), "")
-        if means and circumstance.is_named(text):
+        if means and shows_any(circumstance.shown, text):
             names.append(circumstance.name)
             if means not in causes:
                 causes.append(means)

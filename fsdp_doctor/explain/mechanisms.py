@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import re
-import sys
 from dataclasses import dataclass
 
 import msgspec
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fsdp_doctor.explain.tables import read_table
 
 # So many times as many ranks may be in one of two jobs.
 _RANKS = (2, 512)
@@ -58,7 +53,7 @@ class Reading:
 
 @functools.cache
 def read_mechanisms() -> tuple[Mechanism, ...]:
-    table = tomllib.loads(pathlib.Path(__file__).with_name("mechanisms.toml").read_text(encoding="utf-8"))
+    table = read_table("mechanisms.toml")
     return tuple(
         msgspec.convert(row, Mechanism, dec_hook=lambda _, text: re.compile(text)) for row in table["mechanism"]
     )

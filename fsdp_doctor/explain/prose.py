@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.explain.circumstances import compile_pattern, find_causes, join_causes
+from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 
 # So much prose of a log is read; and a line of it has at least so many words.
 _MAX_CHARACTERS = 16_384
@@ -174,7 +168,7 @@ def is_prose(raw: str) -> bool:
 
 @functools.cache
 def _read_tables() -> _Tables:
-    table = tomllib.loads(pathlib.Path(__file__).with_name("prose.toml").read_text(encoding="utf-8"))
+    table = read_table("prose.toml")
     return msgspec.convert(table, _Tables)
 
 
@@ -189,7 +183,7 @@ def _expand(pattern: str) -> str:
 
 
 def _shows(patterns: Sequence[str], text: str) -> bool:
-    return any(compile_pattern(_expand(pattern)).search(text) for pattern in patterns)
+    return shows_any(map(_expand, patterns), text)
 
 
 def _split(lines: Sequence[tuple[int, str]]) -> Iterator[_Sentence]:
@@ -240,6 +234,6 @@ def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) ->
 
 def _measure_gap(event: JobEvent, text: str) -> int:
     """Measures how far the words for an event stand behind a word such as "after"; `_FAR` without one."""
-    patterns = (compile_pattern(f"{_STRONG}(?P<event>{pattern})") for pattern in event.shown)
+    patterns = (compile_pattern(f"{_STRONG}(?P<event>{_expand(pattern)})") for pattern in event.shown)
     matches = (match for pattern in patterns for match in pattern.finditer(text))
     return min((match.start("event") - match.start() for match in matches), default=_FAR)

@@ -39,17 +39,6 @@ class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.min <= ranks and (self.max is None or ranks <= self.max)
 
 
-class _Answers(dict[str, bool]):
-    """Answers of ``ask``, each of which is found when it is first needed."""
-
-    def __init__(self, ask: Callable[[str], bool]) -> None:
-        self._ask = ask
-
-    def __missing__(self, value: str) -> bool:
-        answer = self[value] = self._ask(value)
-        return answer
-
-
 class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A part of the matrix, and the runs in which its cases fail.
 
@@ -84,13 +73,13 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             if case.is_fixed or not _match_versions(context.packages, self.versions):
                 return False
             values = {**case.scenario.values, "framework": case.scenario.framework, "method": case.method}
-            return "framework" in self.values and all(allowed[values.get(axis, "")] for axis, allowed in self._allowed)
+            return "framework" in self.values and all(allows(values.get(axis, "")) for axis, allows in self._allowed)
         # The cheapest conditions come first: a report asks this millions of times.
         if "framework" in self.values or (case.method in FIXES and not self._names_methods):
             return False
         by_axis = case.scenario.values
-        for axis, allowed in self._allowed:
-            if not allowed[case.method if axis == "method" else by_axis[axis]]:
+        for axis, allows in self._allowed:
+            if not allows(case.method if axis == "method" else by_axis[axis]):
                 return False
         return (
             find_method(case.method, case.scenario.version).direction in self.direction
@@ -112,9 +101,9 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         return axes + 3 * self._names_methods
 
     @functools.cached_property
-    def _allowed(self) -> tuple[tuple[str, _Answers], ...]:
-        """The axes that are named, each with the answers by value: True if the value is allowed."""
-        return tuple((axis, _Answers(functools.partial(_matches, allowed=v))) for axis, v in self.values.items())
+    def _allowed(self) -> tuple[tuple[str, Callable[[str], bool]], ...]:
+        """The axes that are named, each with a function that returns whether a value is allowed."""
+        return tuple((axis, functools.cache(functools.partial(_matches, allowed=v))) for axis, v in self.values.items())
 
     @property
     def _names_methods(self) -> bool:
@@ -255,12 +244,12 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
         """Returns whether one of the triggers contains the case, whatever the versions of the entry."""
-        return self._is_of_method[case.method] and any(trigger.contains(case, context) for trigger in self.triggers)
+        return self._is_of_method(case.method) and any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
         """Returns whether the case shows the failure or, in a race, may show it."""
         # Nine in ten entries are of other methods, and a report asks for each of its cases.
-        if not self._is_of_method[case.method]:
+        if not self._is_of_method(case.method):
             return False
         in_time = self.race and context.non_blocking_copies == "at once"
         shows = not in_time and self.is_triggered_by(case, context)
@@ -284,6 +273,6 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return tuple((find_anchor(pattern), pattern) for pattern in self.signatures)
 
     @functools.cached_property
-    def _is_of_method(self) -> _Answers:
-        """Answers by method: True if some case of the method may show the failure."""
-        return _Answers(lambda method: any(trigger.may_contain(method) for trigger in self.triggers))
+    def _is_of_method(self) -> Callable[[str], bool]:
+        """Function that returns whether some case of a method may show the failure."""
+        return functools.cache(lambda method: any(trigger.may_contain(method) for trigger in self.triggers))

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from fsdp_doctor.examination.memory_records import MemoryFile, format_memory_file
 from fsdp_doctor.examination.memory_views import render_memory_table
 from fsdp_doctor.machine.terminal import wrap_all
-from fsdp_doctor.matrix.axes import Offload
 from fsdp_doctor.plan.job import BF16, RoleSetup
 from fsdp_doctor.plan.job_plan import (
     ASLEEP_BYTES,
@@ -104,8 +103,8 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
     yield from _list_sentences(job.unread)
     yield ""
     for role in plan.roles:
-        is_offloaded = role.setup.scenario.offload != Offload()
-        shown = [memory for memory in role.first if is_offloaded or not memory.stage.startswith("offloaded")]
+        offloads = bool(role.setup.scenario.offload)
+        shown = [memory for memory in role.first if offloads or memory.stage not in ("offloaded", "offloaded again")]
         yield render_memory_table(shown, width).rstrip()
         yield _describe_last_rank(role)
     yield "What shares a device at once, GiB:"

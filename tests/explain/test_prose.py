@@ -8,9 +8,10 @@ import re
 import pytest
 from support.written_logs import explained
 
-from fsdp_doctor.explain.circumstances import compile_pattern, find_causes, read_circumstances
+from fsdp_doctor.explain.circumstances import find_causes, read_circumstances
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.prose import _expand, _read_tables, is_prose
+from fsdp_doctor.explain.tables import compile_pattern
 
 
 def _read(tmp_path: pathlib.Path, *lines: str) -> Reading:

@@ -1,8 +1,9 @@
 """``save_optimizer_state``: a file of torch.save with full tensors, into which each rank writes its own rows.
 
 1. Each rank states which state it has. The first rank compares the statements, and makes the whole file in its final
-    size, without the bytes of tensors. 2. Every rank reads the position of each tensor from the file, and writes its
-    rows there. 3. The first rank writes the checksums that torch has left out, and gives the file its name.
+    size, without the bytes of tensors.
+2. Every rank reads the position of each tensor from the file, and writes its rows there.
+3. The first rank writes the checksums that torch has left out, and gives the file its name.
 """
 
 from __future__ import annotations
