@@ -76,7 +76,7 @@ def select(selection: Selection) -> list[AnyCase]:
         cases = [case for case in cases if case in beside or matches(case.id)]
     if not cases:
         unmatched = find_unmatched_words(selection.expression, [case.id for case in before])
-        why = f": no case that the other options select has {' or '.join(map(repr, unmatched))}" if unmatched else ""
+        why = f": no case id in this selection has {' or '.join(map(repr, unmatched))}" if unmatched else ""
         raise CannotRun(
             f"no case is selected{why}; `fsdp-doctor list --axes` and `fsdp-doctor list --methods` print the words of "
             "case ids"
