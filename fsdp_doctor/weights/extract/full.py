@@ -346,8 +346,9 @@ class Pipeline:
         self._streams = Streams(plan.device)
         self._cast_buffer = CastBuffer(plan.device, self._streams)
         self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
-        # Small tensors that were gathered with others and come later.
-        self._early: list[OrderedResult] = []
+        # Small tensors that were gathered with others and come later, in order, and their memory in bytes.
+        self._early: collections.deque[OrderedResult] = collections.deque()
+        self._early_bytes = 0
         self._pending: collections.deque[_PendingBucket] = collections.deque()
         # The number of buckets that were launched, the number of further buckets that are promised, and whether the
         # collectives of the next bucket have begun.
@@ -418,8 +419,7 @@ class Pipeline:
         last_bytes: the size of the tensor that was yielded last, which the caller usually still holds.
         """
         together = [*(pending.bucket for pending in self._pending), bucket]
-        kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)
-        kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
+        kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together) + self._early_bytes
         return not self._pending or kept_bytes + last_bytes <= self._plan.most_bytes
 
     # Reading shards.
@@ -589,11 +589,16 @@ class Pipeline:
     def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
         """Returns the bucket's tensors in reverse order, for use in the caller's stream."""
         self._streams.wait(launched.done)
-        results = [*self._early, *take_results(launched.transfers)]
-        end = launched.bucket.end
-        self._early = [result for result in results if result[0] >= end]
-        results = [result for result in results if result[0] < end]
-        results.sort(key=operator.itemgetter(0), reverse=True)
+        gathered = list(take_results(launched.transfers))
+        end, order = launched.bucket.end, operator.itemgetter(0)
+        if early := [result for result in gathered if order(result) >= end]:
+            self._early = collections.deque(sorted([*self._early, *early], key=order))
+            self._early_bytes += sum(map(_count_bytes, early))
+        results = [result for result in gathered if order(result) < end]
+        while self._early and order(self._early[0]) < end:
+            results.append(self._early.popleft())
+            self._early_bytes -= _count_bytes(results[-1])
+        results.sort(key=order, reverse=True)
         return results
 
     def _leave(self) -> None:
@@ -623,6 +628,11 @@ class Pipeline:
             self._launch(self._pending[0])
             self._streams.wait(self._pending.popleft().done)
             self._call.units.clear()
+
+
+def _count_bytes(result: OrderedResult) -> int:
+    """Counts the memory in bytes of a result; 0 if its tensor is yet to be made from a unit of FSDP1."""
+    return result[2].nbytes if isinstance(result[2], torch.Tensor) else 0
 
 
 def _begin(loader: Loader, transfers: Sequence[TensorTransfer], merged: Collection[str]) -> None:

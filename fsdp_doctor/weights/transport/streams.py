@@ -31,7 +31,11 @@ class HomeStream:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
         self._stream: Any = self._module.current_stream(device) if self._module else None
-        self._key: Any = private.read_stream_key(device) if self._module else None
+        # The index of the current device, and a key of the current stream. Their values are those of this stream.
+        self._read_place = private.find_place_reader(device) if self._module else None
+        if self._read_place is not None:
+            index, key = self._read_place()
+            self._place = index if device.index is None else device.index, key
         # The caller's stream at the last step of ``run``; None if it was this stream.
         self.callers: Any = None
 
@@ -74,15 +78,11 @@ class HomeStream:
 
         The check is made for each tensor, because entering a context for each tensor would take the host longer.
         """
-        if self._module is None:
-            return True
-        device = self._device
-        is_on_device = device.index in (None, private.read_device_index(device.type))
-        return is_on_device and private.read_stream_key(device) == self._key
+        return self._read_place is None or self._read_place() == self._place
 
     def _find_callers(self) -> Any:
         """Returns the caller's current stream; None if that is this stream, or on the CPU, which has none."""
-        if self._module is None or private.read_stream_key(self._device) == self._key:
+        if self._read_place is None or self._read_place()[1] == self._place[1]:
             return None
         return self._module.current_stream(self._device)
 

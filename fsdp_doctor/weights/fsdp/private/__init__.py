@@ -123,7 +123,7 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
     """Lists every module, the names in each, and every tensor, as cheaply as possible; used to detect changes.
 
-    The name of a submodule that is None is put into a tuple. Private: ``Module._modules``, ``_parameters`` and
+    The names of submodules that are None are listed a second time. Private: ``Module._modules``, ``_parameters`` and
     ``_buffers``, as in :func:`list_module_tensors`.
     """
     modules: list[nn.Module] = [model]
@@ -132,8 +132,11 @@ def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[An
     for place, module in enumerate(modules):
         attributes = module.__dict__
         if children := attributes["_modules"]:
-            names.append((place, *(name if child is not None else (name,) for name, child in children.items())))
-            modules += [child for child in children.values() if child is not None]
+            names.append((place, *children))
+            present = [child for child in children.values() if child is not None]
+            modules += present
+            if len(present) < len(children):
+                names.append([name for name, child in children.items() if child is None])
         if parameters := attributes["_parameters"]:
             names.append((place, *parameters))
             tensors += parameters.values()
@@ -229,15 +232,22 @@ def _compiles_frames() -> bool:
     return find is None or find() not in (None, False)
 
 
-def read_stream_key(device: torch.device) -> Any:
-    """Returns a key of the device's current stream, which differs between streams. The device must not be the CPU.
+def find_place_reader(device: torch.device) -> Callable[[], tuple[int, Any]]:
+    """Returns a function that reads the index of the current device and a key of the current stream of ``device``.
 
-    Private: ``torch._C._cuda_getCurrentRawStream``. The key is needed for each tensor, and
+    The keys differ between streams. The device must not be the CPU, and must be initialized. Private:
+    ``torch._C._cuda_getDevice`` and ``_cuda_getCurrentRawStream``. The function is called for each tensor, and
     ``torch.cuda.current_stream`` makes an object each time.
     """
     if device.type == "cuda" and device.index is not None:
-        return get(torch._C, "_cuda_getCurrentRawStream")(device.index)
-    return torch.get_device_module(device.type).current_stream(device)
+        read_index, read_stream, index = (
+            get(torch._C, "_cuda_getDevice"),
+            get(torch._C, "_cuda_getCurrentRawStream"),
+            device.index,
+        )
+        return lambda: (read_index(), read_stream(index))
+    module = torch.get_device_module(device.type)
+    return lambda: (module.current_device(), module.current_stream(device))
 
 
 def read_device_index(device_type: str) -> int:
