@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import torch
@@ -44,12 +44,13 @@ def main() -> int:
     scripts = [path for path in scripts if not options.names or any(name in path.stem for name in options.names)]
     if not scripts:
         parser.error(f"no script has {' or '.join(options.names)} in its name")
+    ended: list[Ended] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        ended = list(pool.map(_run, scripts))
-    for each in ended:
-        print(f"{each.name:55} {each.seconds:5.0f} s  {each.outcome}")
-    if options.log is not None:
-        options.log.write_text("\n".join(f"== {each.name}: {each.outcome}\n{each.output}" for each in ended))
+        for run in as_completed([pool.submit(_run, script) for script in scripts]):
+            ended = sorted([*ended, run.result()])
+            print("{0:55} {2:5.0f} s  {1}".format(*run.result()), flush=True)
+            if options.log is not None:
+                options.log.write_text("\n".join(f"== {each.name}: {each.outcome}\n{each.output}" for each in ended))
     outcomes = {each.outcome for each in ended}
     if outcomes - {"shown", "not shown"}:
         return _EXIT_COULD_NOT_RUN
