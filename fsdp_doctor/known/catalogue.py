@@ -187,7 +187,7 @@ def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> 
     by_symptom = [
         entry
         for entry in read_catalogue()
-        if entry.verdict == broken.kind
+        if entry.shows_as(broken.kind)
         and any(pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons)
     ]
     # What was extracted comes before what the next training step said of it.

@@ -263,6 +263,13 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model.is_custom)
         return not is_raced and not is_users
 
+    def shows_as(self, kind: str) -> bool:
+        """Returns whether a case with this verdict may show the failure.
+
+        Only the emulated device sees a race of two streams. On other devices a lost race shows in the values.
+        """
+        return kind == self.verdict or (self.verdict == "race" and kind == "wrong")
+
     def measure_narrowness(self, case: AnyCase, context: RunContext) -> int:
         """Returns the narrowness of the narrowest trigger that contains the case."""
         return max(trigger.narrowness for trigger in self.triggers if trigger.contains(case, context))

@@ -94,6 +94,13 @@ def test_a_race_may_be_won_or_lost_on_an_accelerator(won: bool) -> None:
     assert _judge(result, context=RunContext(torch="2.13.0", device="emulated"))[2] == won
 
 
+def test_a_race_that_only_the_emulated_device_sees_may_lose_values_elsewhere() -> None:
+    case_id, entry = "fsdp1/none/unstaged/dcp.async_save.pinned", "async-save-stages-before-the-step-has-ended"
+    for kind in ("ok", "race", "wrong"):
+        assert _judge(_result(case_id, kind, "" if kind == "ok" else entry))[2] == 0
+    assert _judge(_result(case_id, "wrong"))[2] == 1
+
+
 def test_a_case_that_did_not_run_is_not_unexpected() -> None:
     said, last, code = _judge(_result(_HALF_MOVED, "unsupported"), _result(_FINE, "skipped"), _AS_KNOWN)
     assert (said, code) == ([], 0)
