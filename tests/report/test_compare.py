@@ -115,6 +115,15 @@ def test_the_emulated_device_agrees_with_two_h200s_on_all_cases_without_races(st
     assert other == []
 
 
+def test_only_races_have_other_verdicts_on_two_h200s_in_the_default_matrix() -> None:
+    left, right = (read_report(_FULL.parent / f"{machine}-all-cases.json.gz") for machine in ("emulated", "2xh200"))
+    assert len(left.results) == len(right.results) > 2000
+    found = list_differences(left, right, _DEVICE)
+    assert {one.left for one in found if one.what == "verdict"} == {"race"}
+    assert len(found) < 30
+    assert {one.what for one in found} <= {"verdict", "reason", "ranks"}
+
+
 @pytest.fixture(scope="module")
 def files(report: Report, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A report, and the same without its second case and with another verdict of the first."""
