@@ -33,6 +33,7 @@ class HomeStream:
         self._stream: Any = self._module.current_stream(device) if self._module else None
         # The index of the current device, and a key of the current stream. Their values are those of this stream.
         self._read_place = private.find_place_reader(device) if self._module else None
+        self._place: tuple[int, Any] | None = None
         if self._read_place is not None:
             index, key = self._read_place()
             self._place = index if device.index is None else device.index, key
@@ -40,12 +41,17 @@ class HomeStream:
         self.callers: Any = None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
-        """Runs each step of ``items`` in this stream; the first step waits for the current stream."""
+        """Runs each step of ``items`` in this stream; the first step waits for the current stream.
+
+        A caller that changes neither stream nor device needs no context, which would take the host longer for each
+        tensor than the rest of the step.
+        """
+        read_place, place = self._read_place, self._place
         if (callers := self._find_callers()) is not None:
             self._stream.wait_stream(callers)
         try:
             while True:
-                if self._is_current():
+                if read_place is None or read_place() == place:
                     self.callers = None
                     item = next(items, None)
                 else:
@@ -73,16 +79,9 @@ class HomeStream:
             callers.wait_event(self._stream.record_event())
             tensor.record_stream(callers)
 
-    def _is_current(self) -> bool:
-        """Returns whether this stream and its device are current, as for a caller that changes neither.
-
-        The check is made for each tensor, because entering a context for each tensor would take the host longer.
-        """
-        return self._read_place is None or self._read_place() == self._place
-
     def _find_callers(self) -> Any:
         """Returns the caller's current stream; None if that is this stream, or on the CPU, which has none."""
-        if self._read_place is None or self._read_place()[1] == self._place[1]:
+        if self._read_place is None or self._place is None or self._read_place()[1] == self._place[1]:
             return None
         return self._module.current_stream(self._device)
 

@@ -221,15 +221,22 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _compiles_frames() -> bool:
-    """Returns whether frames of this thread are being compiled.
-
-    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name tells this. If this name is
-    missing, the answer is True once the compiler was imported.
+    """Returns whether frames of this thread are being compiled. If torch cannot tell, the answer is True once the
+    compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:
         return False
-    find = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    find = _find_callback_reader()
     return find is None or find() not in (None, False)
+
+
+@functools.cache
+def _find_callback_reader() -> Callable[[], Any] | None:
+    """Returns the function that reads this thread's callback for frames; None if this torch has none.
+
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name tells this.
+    """
+    return getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 
 
 def find_place_reader(device: torch.device) -> Callable[[], tuple[int, Any]]:
