@@ -1,11 +1,11 @@
-"""A correct job whose gradients differ between runs: flash attention in bfloat16 under FSDP2, saved with DCP.
+"""A correct job on GPUs: a small transformer with dropout in bfloat16 under FSDP2, saved with DCP.
 
 fsdp-doctor resume --resume '--resume {dir}/checkpoint-{n}' -- \\
-    torchrun --nproc-per-node 2 benchmarks/flash_attention_job.py --directory {dir} --after {n}
+    torchrun --nproc-per-node 2 benchmarks/resumed_job.py --directory {dir} --after {n}
 
-For GPUs. The expected answer is "the same run" or "a run that does not repeat itself", exit code 0 or 3. With
-``--forget-schedule`` the job resumes without the state of its schedule, and the expected answer is "another run", exit
-code 1.
+The expected answer is "the same run", exit code 0. With ``--attention flash`` the gradients may differ between two runs
+of the same command, and the answer may also be "a run that does not repeat itself", exit code 3. With ``--forget`` the
+job resumes without a part of its state, and the expected answer is "another run", exit code 1.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _WIDTH, _HEADS, _WORDS, _LENGTH = 512, 8, 1000, 1024
 
 
+_ATTENTION = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, attention: SDPBackend) -> None:
         super().__init__()
+        self.attention = attention
         self.norm, self.qkv, self.out = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
         self.mlp = nn.Sequential(
             nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
@@ -35,7 +39,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.qkv(self.norm(x)).unflatten(2, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(self.attention):
             seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return torch.add(x, self.mlp(x))
@@ -46,12 +50,13 @@ def main() -> None:
     parser.add_argument("--directory", type=pathlib.Path, required=True)
     parser.add_argument("--after", type=int, required=True)
     parser.add_argument("--resume", type=pathlib.Path)
-    parser.add_argument("--forget-schedule", action="store_true")
+    parser.add_argument("--attention", choices=list(_ATTENTION), default="math")
+    parser.add_argument("--forget", choices=["schedule", "generator", "optimizer"], help="is not loaded in a resume")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(4)]
+    blocks = [Block(_ATTENTION[options.attention]) for _ in range(4)]
     model = nn.Sequential(nn.Embedding(_WORDS, _WIDTH), *blocks, nn.Linear(_WIDTH, _WORDS)).cuda()
     for module in (*blocks, model):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -63,12 +68,16 @@ def main() -> None:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         state = {"model": of_model, "optimizer": of_optimizer}
         dcp.load(state, checkpoint_id=options.resume)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if options.forget == "optimizer":
+            set_model_state_dict(model, state["model"])
+        else:
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         rest = torch.load(options.resume / f"rest-{dist.get_rank()}.pt")
-        if not options.forget_schedule:
+        if options.forget != "schedule":
             schedule.load_state_dict(rest["schedule"])
         torch.set_rng_state(rest["cpu"])
-        torch.cuda.set_rng_state(rest["cuda"])
+        if options.forget != "generator":
+            torch.cuda.set_rng_state(rest["cuda"])
         first = rest["step"]
     for step in range(first, len(data)):
         words = data[step].cuda()
