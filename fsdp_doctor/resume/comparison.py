@@ -55,6 +55,7 @@ ResumeSymptom: TypeAlias = Literal[
     "state-of-another-parameter",
     "moments",
     "options",
+    "options-not-loaded",
     "parameter-in-another-group",
     "rate-initial",
     "rate-ahead",
@@ -229,9 +230,8 @@ class RankComparison:
         missing = [name for name in having if not begun.get(name)]
         if missing:
             text = f"{len(missing)} of {len(having)} parameters have no optimizer state"
-            # The group of a parameter is named "optimizer 0 group 1".
-            optimizers = {self._begun.groups[name].split()[1] for name in missing if name in self._begun.groups}
-            if optimizers and optimizers <= {str(which) for which in self._begun.not_loaded}:
+            groups = {self._begun.groups[name] for name in missing if name in self._begun.groups}
+            if groups and all(map(self._is_not_loaded, groups)):
                 text += ", and the resumed run did not call load_state_dict of their optimizer"
                 yield _make("optimizer", "state-not-loaded", missing, text)
             else:
@@ -263,6 +263,13 @@ class RankComparison:
         else:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
+    def _is_not_loaded(self, group: str) -> bool:
+        """Returns whether the resumed run called no load_state_dict of a group's optimizer.
+
+        group: the name of the group, such as ``optimizer 0 group 1``.
+        """
+        return group.split()[1] in map(str, self._begun.not_loaded)
+
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
         """Maps each wrong parameter to the parameter whose state it has; empty unless every wrong parameter has
         another's state.
@@ -289,7 +296,7 @@ class RankComparison:
             was, now = self._expected.options[group], self._begun.options[other]
             wrong = find_unlike(was, now)
             if "lr" in wrong and not schedules:
-                yield self._describe_rate(group, was["lr"], now.get("lr"))
+                yield self._describe_rate(group, was["lr"], now.get("lr"), self._is_not_loaded(other))
             # What a scheduler writes into the group follows from the schedule.
             scheduled = ("lr", "initial_lr", "momentum") if schedules else ("lr", "initial_lr")
             rest = [key for key in wrong if key not in scheduled]
@@ -300,9 +307,13 @@ class RankComparison:
                 where = group if group == other else f"{join_some(names, 3)}, of {group}, now of {other}"
                 yield _make("options", symptom, [f"{group} {key}" for key in rest], f"{where}: {values}")
 
-    def _describe_rate(self, group: str, was: Any, now: Any) -> RunDifference:
+    def _describe_rate(self, group: str, was: Any, now: Any, is_not_loaded: bool) -> RunDifference:
         steps = [each.step for each in self._straight if each.options.get(group, {}).get("lr") == now]
         text = f"the learning rate of {group} is {now}, not {was}"
+        if is_not_loaded:
+            # For example, dcp.load has filled the tensors of the optimizer's state in place.
+            text += ", and the resumed run did not call load_state_dict of this optimizer"
+            return _make("options", "options-not-loaded", [group], text)
         if not steps:
             return _make(
                 "options", "rate-of-no-step", [group], f"{text}, and no step of the straight run has this rate"

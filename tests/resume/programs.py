@@ -384,6 +384,14 @@ class OptionsNotLoaded(Right):
         self.optimizer.param_groups[0].update(options, lr=self.optimizer.param_groups[0]["lr"])
 
 
+class LoadedInPlace(Right):
+    """dcp.load has filled the tensors of the optimizer's state, and nothing has loaded the options of its groups."""
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        for number, p in enumerate(self.trained):
+            self.optimizer.state[p] = copy.deepcopy(saved["optimizer"]["state"][number])
+
+
 class DummyStateKept(Right):
     """Megatron-Bridge 5680: a step makes the state, and then nothing is loaded into it."""
 

@@ -105,6 +105,12 @@ def test_an_optimizer_that_is_never_loaded_has_no_known_cause(tmp_path: pathlib.
     _require_no_load(_judge("SecondOptimizerNotLoaded", tmp_path))
 
 
+def test_an_optimizer_loaded_in_place_is_not_taken_for_a_scheduler(tmp_path: pathlib.Path) -> None:
+    finding = _judge("LoadedInPlace", tmp_path).findings[0]
+    assert (finding.symptom, finding.causes) == ("options-not-loaded", [])
+    assert "did not call load_state_dict of this optimizer" in finding.text
+
+
 def test_state_of_another_parameter_is_told_and_no_published_cause_is_claimed(tmp_path: pathlib.Path) -> None:
     answer = _judge("GroupsByNumber", tmp_path)
     assert answer.exit_code == 1
