@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
-from typing_extensions import assert_never
+from typing_extensions import Self, assert_never
 
 from fsdp_doctor.weights.extract.full import (
     ClosingIterator,
@@ -212,7 +212,7 @@ class RepeatedFingerprint:
         ) as agree:
             if summed != self._summed or not self._sums.repeat():
                 self._sums, self._summed = _sum_shards(request, deltas), summed
-            added = _SumsOverRanks(request, self._sums.named_parts(), self._sums.rows(request.device))
+            added = _SumsOverRanks.of(request, self._sums)
             agree()
             added.add()
             self._added, self._specs = added, _list_parts(request)
@@ -276,8 +276,7 @@ def fingerprint_variants(
     deltas = gather_deltas(request, start_factor_stream(request))
     with _agree_on_request(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         sums = [
-            (variant, _SumsOverRanks(request, of_variant.named_parts(), of_variant.rows(request.device)))
-            for variant, of_variant in _sum_variants(request, deltas)
+            (variant, _SumsOverRanks.of(request, of_variant)) for variant, of_variant in _sum_variants(request, deltas)
         ]
         agree()
         for _, over_ranks in sums:
@@ -365,13 +364,14 @@ class _GatheredSums:
         ]
         begin = [(0, 0, part.num_summed) for _, part in self._parts]
         self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(request.device)
+        self._by_groups = _count_rows(request, self._parts)
         self._numbers = {name: number for number, (name, _) in enumerate(self._parts)}
         self._kept: dict[int, tuple[list[tuple[int, int]], BlockSums]] = {}
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
         """Returns new sums of the same tensors, with both lanes zero."""
-        return _SumsOverRanks(self.request, self._parts, self._begin.clone())
+        return _SumsOverRanks(self._parts, self._begin.clone(), self._by_groups)
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
         staged = [memory for transfer in transfers for memory in transfer.list_staged()]
@@ -407,29 +407,27 @@ class _SumsOverRanks:
 
     parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``.
     rows: the sums in the same order, in the form of :meth:`FingerprintSums.rows`.
+    by_groups: (process groups, number of rows that are added over them), in the same order.
     """
 
     def __init__(
-        self, request: ShardRequest, parts: Sequence[tuple[str, TensorFingerprint]], rows: torch.Tensor
+        self,
+        parts: Sequence[tuple[str, TensorFingerprint]],
+        rows: torch.Tensor,
+        by_groups: Sequence[tuple[list[dist.ProcessGroup], int]],
     ) -> None:
-        list_parts = request.plan.names.list_parts
         self._parts, self.rows = parts, rows
         is_pinned = rows.device.type != "cpu"
         self._on_host = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
-        groups_of = {
-            part.names[0]: groups
-            for source in request.sources
-            for groups in (_find_dividing_groups(source),)
-            for spec in list_specs(source)
-            for part, _ in list_parts(spec)
-        }
         self._done: Any = None
-        self._by_groups: list[tuple[list[dist.ProcessGroup], torch.Tensor]] = []
-        begin = 0
-        for _, named in itertools.groupby(self._parts, key=lambda named: [id(g) for g in groups_of[named[0]]]):
-            names = [name for name, _ in named]
-            self._by_groups.append((groups_of[names[0]], rows[begin : begin + len(names)]))
-            begin += len(names)
+        numbers = [number for _, number in by_groups]
+        self._by_groups = list(zip([groups for groups, _ in by_groups], rows.split(numbers), strict=True))
+
+    @classmethod
+    def of(cls, request: ShardRequest, sums: FingerprintSums) -> Self:
+        """Returns the sums over ranks of what was summed for a request."""
+        parts = sums.named_parts()
+        return cls(parts, sums.rows(request.device), _count_rows(request, parts))
 
     @disable_autograd
     def add(self) -> None:
@@ -449,6 +447,24 @@ class _SumsOverRanks:
             name: TensorFingerprint(part.dtype, part.shape, 0, num_summed, reduce_to_lanes(lanes))
             for (name, part), (*lanes, num_summed) in zip(self._parts, self._on_host.tolist(), strict=True)
         }
+
+
+def _count_rows(
+    request: ShardRequest, parts: Sequence[tuple[str, TensorFingerprint]]
+) -> list[tuple[list[dist.ProcessGroup], int]]:
+    """Counts consecutive parts that are divided by the same process groups. Returns (groups, number of parts)."""
+    groups_of = {
+        part.names[0]: groups
+        for source in request.sources
+        for groups in (_find_dividing_groups(source),)
+        for spec in list_specs(source)
+        for part, _ in request.plan.names.list_parts(spec)
+    }
+    counted = []
+    for _, named in itertools.groupby(parts, key=lambda named: [id(group) for group in groups_of[named[0]]]):
+        names = [name for name, _ in named]
+        counted.append((groups_of[names[0]], len(names)))
+    return counted
 
 
 def _find_dividing_groups(source: Source) -> list[dist.ProcessGroup]:
