@@ -110,6 +110,8 @@ class Receiver:
     def stop(self) -> None:
         self._process.kill()
         self._process.join()
+        # Not every release of verl removes its socket.
+        pathlib.Path(self.handle.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _run(pipe: Any, handle: str, index: int | None, use_shm: bool) -> None:

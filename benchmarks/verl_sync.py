@@ -88,7 +88,7 @@ def main() -> None:
             bench.measure(workspace, strategy, dtype, offload)
     bench.stop_receiver()
     # The device's threads may still hold CUDA IPC memory; nothing is left to save.
-    dist.barrier()
+    gather(None)
     sys.stdout.flush()
     os._exit(0)
 
@@ -279,7 +279,7 @@ class Bench:
             yield result
         except Exception as raised:
             error = describe(raised)
-        errors = [f"rank {rank}: {each}" for rank, each in enumerate(gather(error)) if each]
+        errors = [each for each in gather(error) if each]
         if errors:
             result.failed = True
             self.print(f"{what:28}{who:12}{errors[0]}")
@@ -319,7 +319,7 @@ class Bench:
         return Row(drained, synced, nbytes, gather(sums), gather(received))
 
     def time(self, run: Callable[[], None], after: Callable[[], None] = lambda: None) -> Timing:
-        """Times a call and its repetitions: of each, the slowest rank."""
+        """Times a call and its repetitions: of each, the slowest rank. Raises FailedCall on every rank or on none."""
         seconds: list[float] = []
         peaks: list[int] = []
         while len(seconds) <= (self.options.repeat if not seconds or seconds[0] < _LONG_S else 1):
@@ -332,10 +332,18 @@ class Bench:
             before = self.on_device.memory_allocated()
             gather(None)
             start = time.perf_counter()
-            run()
-            self.on_device.synchronize()
-            seconds.append(max(gather(time.perf_counter() - start)))
-            peaks.append(max(gather(self.on_device.max_memory_allocated() - before)))
+            error = None
+            try:
+                run()
+                self.on_device.synchronize()
+            except Exception as raised:
+                error = describe(raised)
+            elapsed = time.perf_counter() - start
+            ranks = gather((error, elapsed, self.on_device.max_memory_allocated() - before))
+            if errors := [f"rank {rank}: {each}" for rank, (each, *_) in enumerate(ranks) if each]:
+                raise FailedCall(errors[0])
+            seconds.append(max(each for _, each, _ in ranks))
+            peaks.append(max(peak for *_, peak in ranks))
             after()
         return Timing(seconds[0], statistics.median(seconds[1:]), max(peaks[1:]))
 
@@ -391,7 +399,13 @@ class Row:
         return f"{text}   {self.nbytes / 1e9:.3f} GB, {len(self.sent[0])} tensors"
 
 
+class FailedCall(Exception):
+    """Raised on every rank if a call has raised on any."""
+
+
 def describe(error: Exception) -> str:
+    if isinstance(error, FailedCall):
+        return str(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 
