@@ -28,6 +28,7 @@ import gc
 import itertools
 import os
 import pathlib
+import shutil
 import statistics
 import sys
 import time
@@ -174,6 +175,9 @@ class Bench:
     def start_receiver(self) -> None:
         """Starts the receiver, and sends it a small tensor: through CUDA IPC, else through shared memory."""
         for use_shm in (False, True) if self.options.device == "cuda" else (True,):
+            if use_shm and self.options.device == "cuda" and not self.has_room():
+                self.print("no receiver: /dev/shm is too small for the buckets of all ranks")
+                return
             self.receiver = self.receiver or make_receiver(self.options, self.place, use_shm=use_shm)
             error = None
             try:
@@ -190,6 +194,9 @@ class Bench:
                 return
             self.print(f"the receiver does not work with {'shared memory' if use_shm else 'CUDA IPC'}: {errors[0]}")
             self.stop_receiver()
+
+    def has_room(self) -> bool:
+        return shutil.disk_usage("/dev/shm").free > dist.get_world_size() * self.bucket_mb * 2**20
 
     def stop_receiver(self) -> None:
         if self.receiver is not None:
