@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from support.rank_reports import fine, record
 
 from fsdp_doctor.matrix.frameworks.framework_scenarios import parse_framework_id
@@ -12,9 +13,8 @@ from fsdp_doctor.probe.conductor import run_cases
 from fsdp_doctor.verdict.records import RankReport
 
 _SCENARIO = "verl:fsdp2/policy"
-_IDS = [
-    f"{_SCENARIO}/{method}" for method in ("initialize", "initialize+fix", "get_per_tensor_param", "load_checkpoint")
-]
+_METHODS = ("initialize", "initialize+fix", "load_checkpoint", "load_checkpoint+fix", "load_checkpoint.fresh")
+_IDS = [f"{_SCENARIO}/{method}" for method in _METHODS]
 
 
 class _Conductor:
@@ -46,10 +46,10 @@ def _run(unbuildable: str) -> dict[str, str]:
     return {case.id: result.verdict.kind for case, result in zip(cases, results, strict=True)}
 
 
-def test_a_refused_fix_leaves_the_other_cases_to_run() -> None:
-    assert _run(f"{_SCENARIO}/initialize+fix") == dict.fromkeys(_IDS, "ok") | {
-        f"{_SCENARIO}/initialize+fix": "unsupported"
-    }
+@pytest.mark.parametrize("method", ["initialize+fix", "load_checkpoint+fix"])
+def test_a_refused_fix_leaves_the_other_cases_to_run(method: str) -> None:
+    refused = f"{_SCENARIO}/{method}"
+    assert _run(refused) == dict.fromkeys(_IDS, "ok") | {refused: "unsupported"}
 
 
 def test_a_configuration_that_cannot_be_built_is_tried_once() -> None:
