@@ -269,13 +269,14 @@ class Bench:
                 self.print(f"{what:28}{who:12}{rows[fixed]}")
         if len(rows) == 2:
             self.print(f"{what:28}{compare_rows(rows[True], rows[False])}")
-        for row in list(rows.values())[:1]:
-            self.print(f"{what:28}{self.describe_link(row.nbytes, offload)}")
+        with self.report_failure(what, "link"):
+            for row in list(rows.values())[:1]:
+                self.print(f"{what:28}{self.describe_link(row.nbytes, offload)}")
+            if self.receiver is not None:
+                self.receiver.ask("forget")
         del engine
         gc.collect()
         self.on_device.empty_cache()
-        if self.receiver is not None:
-            self.receiver.ask("forget")
 
     @contextlib.contextmanager
     def report_failure(self, what: str, who: str) -> Iterator[types.SimpleNamespace]:
