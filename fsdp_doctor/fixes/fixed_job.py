@@ -20,7 +20,7 @@ from fsdp_doctor.fixes.entry import FrameworkFix
 from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function, is_for
 from fsdp_doctor.machine.injection import INJECTED, make_variables
 from fsdp_doctor.machine.versions import read_installed_versions
-from fsdp_doctor.text import join_some
+from fsdp_doctor.text import format_count, join_some
 
 _HOOK = pathlib.Path(job_hook.__file__)
 # Options of Python with which it ignores PYTHONPATH, or imports no sitecustomize, alone or among others.
@@ -68,10 +68,11 @@ class FixReport:
             return
         if not self.called:
             by = f": {join_some(self.overridden)} overrides the function" if self.overridden else ""
-            yield f"fix {self.id} was in {self.processes} processes, but was never called{by}"
+            yield f"fix {self.id}: replaced in {self.processes} of the job's processes, but never called{by}"
             return
         left = f", {self.left} of them left to the original" if self.left else ""
-        yield f"fix {self.id}: replaced on {len(self.callers)} of {self.world} ranks, called {self.called} times{left}"
+        ranks, times = format_count(self.world, "rank"), format_count(self.called, "time")
+        yield f"fix {self.id}: replaced on {len(self.callers)} of {ranks}, called {times}{left}"
         if self.missing:
             ranks = join_some([str(rank) for rank in self.missing])
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
@@ -82,7 +83,7 @@ class FixReport:
             )
         for rank, (num_tensors, differences) in sorted(self.verified.items()):
             equal = "the tensors of the first sync equal the model's" if not differences else "; ".join(differences)
-            yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
+            yield f"fix {self.id}: rank {rank}, {format_count(num_tensors, 'tensor')}: {equal}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ def _choose_installed() -> list[FrameworkFix]:
         )
     if len(training) > 1:
         raise UsageError(
-            f"{' and '.join(training)} are installed, and have fixes: name the job's framework with --framework"
+            f"several installed frameworks have fixes ({', '.join(training)}): name the job's with --framework"
         )
     if training or len(present) == 1:
         return choose_fixes((training or present)[0])

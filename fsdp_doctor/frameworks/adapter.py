@@ -200,9 +200,10 @@ class PlainModel:
     def write_pretrained(self) -> pathlib.Path:
         """Writes the model without adapters to a Hugging Face directory of this rank, and returns the directory.
 
-        Does not use ``save_pretrained``, because only one rank would write with it.
+        Does not use ``save_pretrained``, because only one rank would write with it. As there, a tied weight is written
+        once, under its first name: transformers 4.57 leaves the model on the meta device if it finds only the other.
         """
-        from safetensors.torch import save_model
+        from safetensors.torch import save_file
 
         directory = self.workspace / f"pretrained-{self.weights}-{self.place.rank}"
         if not directory.exists():
@@ -210,7 +211,10 @@ class PlainModel:
             module: Any = self.build_without_adapters()
             module.config.architectures = [type(module).__name__]
             module.config.to_json_file(directory / "config.json")
-            save_model(module, str(directory / "model.safetensors"), metadata={"format": "pt"})
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            second_names = names - dict(module.named_parameters()).keys()
+            kept = {name: each for name, each in module.state_dict().items() if name not in second_names}
+            save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
         return directory
 
     def add_buffers(self, module: nn.Module) -> nn.Module:

@@ -205,7 +205,9 @@ class _Examiner:
                 conductor.retire()
             if not blameless:
                 break
-        if isinstance(case, FrameworkCase) and verdict.kind == "unsupported" and _read_stages(reports) == {"build"}:
+        # A refused fix says nothing about a session without it.
+        is_plain = isinstance(case, FrameworkCase) and not case.is_fixed
+        if is_plain and verdict.kind == "unsupported" and _read_stages(reports) == {"build"}:
             self._unsupported[case.scenario] = verdict
         return verdict, reports
 

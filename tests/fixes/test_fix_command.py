@@ -144,6 +144,7 @@ def test_the_jobs_own_exit_code_is_passed_on(place: pathlib.Path) -> None:
 def test_a_fix_that_was_never_called_is_no_success(place: pathlib.Path) -> None:
     imported, answer = _run_script(place, "import toyframework")
     assert (imported.code, answer["reports"][0]["processes"]) == (3, 1), imported
+    assert "replaced in 1 of the job's processes, but never called" in imported.stderr
     unreached, answer = _fix(place, "--", "true")
     assert (unreached.code, answer["reports"][0]["processes"]) == (3, 0), unreached
 
@@ -162,6 +163,8 @@ def test_a_verified_sync_that_differs_from_the_model_is_no_success(place: pathli
     done, answer = _fix(place, "--verify", "--", sys.executable, "job.py", str(value))
     ((num_tensors, differences),) = answer["reports"][0]["verified"].values()
     assert (done.code, num_tensors, len(differences)) == (value, 1, value), done
+    assert "replaced on 1 of 1 rank, called 1 time\n" in done.stderr
+    assert "rank 0, 1 tensor: " in done.stderr
 
 
 def test_a_function_of_unknown_source_keeps_the_job_from_starting(place: pathlib.Path) -> None:
@@ -205,6 +208,7 @@ def test_no_framework_and_two_frameworks_are_refused(place: pathlib.Path) -> Non
     both, _ = _fix(place, "--dry-run")
     named, _ = _fix(place, "--dry-run", "--framework=othertoy")
     assert (both.code, named.code) == (2, 0), both
+    assert "(toyframework, othertoy): name the job's with --framework" in both.stderr
     assert "othertoy:Sender.send" in named.stdout
     for name in ("toyframework", "othertoy"):
         (place / f"{name}-1.0.dist-info" / "METADATA").unlink()
