@@ -380,7 +380,7 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
         return None
     import torch
 
-    from fsdp_doctor.weights.transport.sources import find_meant_dtype
+    from fsdp_doctor.weights.fsdp.dtypes import find_meant_dtype
 
     dtype = getattr(torch, name, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
