@@ -15,7 +15,7 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
-from fsdp_doctor.explain.places import JobCall, RaisingPlace, find_call, find_package, find_raising_place
+from fsdp_doctor.explain.places import JobCall, RaisingPlace, find_call, find_package, find_raising_place, is_same_place
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
 from fsdp_doctor.explain.stacks import StackReader, describe_stacks, make_waiting
@@ -171,14 +171,16 @@ class Group:
         group of the log is a consequence.
     sources: the ranks or processes that raised the exception.
     call: the line of the job that led to the exception on any of them.
-    place: where the exceptions of the group were raised; None while none of them has frames.
+    frames: the frames of the first exception of the group that has any.
+    key: the message without what differs between ranks.
     """
 
     first: Raised
     signed: bool
     consequence: str
     carries: bool = False
-    place: RaisingPlace | None = None
+    frames: Sequence[str] = ()
+    key: str = ""
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
@@ -186,7 +188,7 @@ class Group:
 
     def add(self, raised: Raised) -> None:
         self.count += 1
-        self.place = self.place or find_raising_place(raised.frames)
+        self.frames = self.frames or raised.frames
         if self.call is None and self.count <= _MAX_CALLS:
             self.call = find_call(raised)
         if len(self.sources) < _MAX_SOURCES:
@@ -203,6 +205,11 @@ class Group:
         if len(other.frames) > len(self.first.frames) or (other.code and not self.first.code):
             self.first.frames, self.first.code = other.frames or self.first.frames, other.code
             self.first.code_of = other.code_of or self.first.code_of
+
+    @functools.cached_property
+    def place(self) -> RaisingPlace | None:
+        """The place where the exceptions of the group were raised; only for a group with frames."""
+        return find_raising_place(self.frames)
 
     @property
     def doubt(self) -> tuple[bool, ...]:
@@ -360,7 +367,7 @@ class _Logs:
                     continue
                 carried = _find_first_kind(_CARRIERS, raised.text)
                 consequence = carried or _find_first_kind(_CONSEQUENCES, raised.text)
-                group = Group(raised, signed, consequence, carries=bool(carried))
+                group = Group(raised, signed, consequence, carries=bool(carried), key=key)
                 self._groups.setdefault(key, []).append(group)
                 self._group_count += 1
             group.add(raised)
@@ -466,7 +473,7 @@ class _Logs:
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
-        same_message = next((groups for groups in self._groups.values() if group in groups), [group])
+        same_message = self._groups[group.key]
         return Evidence(
             message=first.text,
             traceback="\n".join(first.frames),
@@ -483,12 +490,16 @@ class _Logs:
         tracebacks of ranks that timed out.
         """
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
-        return from_dumps or self._watchdog.find_hang() or self._stacks.find_hang() or self._find_timed_out()
+        if hang := from_dumps or self._watchdog.find_hang():
+            return hang
+        # The stack of a process that crashed is no stack of a hang.
+        only_followed = all(group.consequence or group.first.cut for group in self._list_groups())
+        return (self._stacks.find_hang() or self._find_timed_out()) if only_followed else None
 
     def _find_timed_out(self) -> Hang | None:
-        """Finds where the ranks were when one of them had waited too long; None if another failure ended the job."""
+        """Finds where the ranks were when one of them had waited too long; None if none had."""
         groups = self._list_groups()
-        if not all(group.consequence for group in groups) or not any(_is_timeout(group) for group in groups):
+        if not any(_is_timeout(group) for group in groups):
             return None
         frames: dict[int, list[str]] = {}
         for group in (group for group in groups if group.first.frames):
@@ -539,12 +550,14 @@ def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
     An exception without frames may be that of any group: its rank decides, or else the order. What is raised while the
     same message is handled, or because of it, is the same failure.
     """
+    if not groups:
+        return None
     place = find_raising_place(raised.frames)
     of_source = [group for group in groups if raised.source in group.sources]
     is_again = raised.chained or any(group.first.swallowed for group in of_source)
     if place is None or is_again or len(groups) >= _MAX_PLACES:
         return next(iter([*of_source, *groups]), None)
-    return next((group for group in groups if group.place is None or place.is_same(group.place)), None)
+    return next((group for group in groups if not group.frames or is_same_place(place, group.place)), None)
 
 
 def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> bool:

@@ -148,9 +148,12 @@ class RaisingPlace:
     innermost: tuple[str, ...]
     lines: frozenset[str]
 
-    def is_same(self, other: RaisingPlace) -> bool:
-        """Returns whether two tracebacks end at one place, as far as they show it: one may be a part of the other."""
-        return self.innermost == other.innermost or self.lines <= other.lines or self.lines >= other.lines
+
+def is_same_place(place: RaisingPlace, other: RaisingPlace | None) -> bool:
+    """Returns whether two tracebacks end at one place, as far as they show it: one may be a part of the other."""
+    if other is None:
+        return True
+    return place.innermost == other.innermost or place.lines <= other.lines or place.lines >= other.lines
 
 
 def find_raising_place(frames: Sequence[str]) -> RaisingPlace | None:

@@ -13,8 +13,10 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.explain.hangs import Hang, Waiting, capitalize, name_waiting_ranks
 from fsdp_doctor.explain.log_input import Line, LogPiece, parse_line
 from fsdp_doctor.explain.places import find_function, find_package, name_called_function
+from fsdp_doctor.explain.rank_lines import has_any
 
-_HINTS = ("Thread ", "(most recent call first)")
+# What is in the line above the frames of a thread, and not in most lines of a log.
+_HINTS = ("(idle", "(active", "(most recent call first)", "Process ")
 _PROCESS = re.compile(r"\s{0,80}Process (?P<pid>\d{1,12}): \S")
 _PYSPY_THREAD = re.compile(r'\s{0,80}Thread (?:0x)?[\da-fA-F]{1,16} \([\w+]{1,40}\)(?:: "(?P<name>[^"]{0,200})")?')
 _PYSPY_FRAME = re.compile(r"\s{1,80}(?P<function>\S.{0,200}?) \((?P<file>[^()]{1,400}):(?P<line>\d{1,9})\)\s*$")
@@ -90,12 +92,13 @@ class StackReader:
         self._thread.clear()
 
     def read(self, piece: LogPiece) -> None:
-        has_stacks = bool(self._open) or any(hint in piece.text for hint in _HINTS)
+        has_stacks = bool(self._open) or has_any(_HINTS, piece.text)
         if not has_stacks and "exitcode" not in piece.text:
             return
         for number, raw in zip(piece.numbers, piece.lines, strict=True):
             self._read_summary(raw)
-            if has_stacks:
+            # Most lines of a log are of no stack, and cost two searches.
+            if has_stacks and (self._thread or has_any(_HINTS, raw)):
                 self._read_line(parse_line(number, raw))
 
     def read_json(self, path: pathlib.Path) -> bool:
@@ -257,14 +260,13 @@ def _describe(inside: Sequence[Sequence[Waiting]], outside: Sequence[Waiting]) -
         )
     elif len(inside) > 1:
         same = "" if len({each[0].op for each in inside}) > 1 else ", called at different lines"
-        yield (
-            f"{capitalize(', '.join(places))}{more}{same}: the ranks are in different calls. Which condition, loop or "
-            "exception leads them there?"
-        )
+        yield f"{capitalize(', '.join(places))}{more}{same}: the ranks are in different calls."
+        yield "Which condition, loop or exception leads them there?"
     else:
+        yield f"{capitalize(places[0])}."
         yield (
-            f"{capitalize(places[0])}. A rank whose stack is not here has not reached this call; if all ranks are "
-            "here, look at the network and the devices."
+            "A rank whose stack is not here has not reached this call; if all ranks are here, look at the network and "
+            "the devices."
         )
 
 

@@ -177,7 +177,7 @@ def _name_entry(entry: KnownFailure) -> str:
 def _render_heading(explanation: Explanation) -> list[str]:
     cause, summary = explanation.cause, explanation.summary
     if explanation.showing == "hang":
-        return ["The job hung: a collective did not end."]
+        return ["The job hung: a collective did not end.", *_name_known_hang(explanation)]
     if cause is None:
         if (symptom := explanation.reading) is not None:
             return [
@@ -198,6 +198,14 @@ def _render_heading(explanation: Explanation) -> list[str]:
         heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first consequence"
         return _render_cause(heading, cause)
     return _render_cause("Root cause", cause)
+
+
+def _name_known_hang(explanation: Explanation) -> list[str]:
+    """Renders the entry that the hang is or is likely to be, and the remedy of a known one."""
+    if explanation.grade not in ("known", "likely"):
+        return []
+    remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))
+    return [_name_match(explanation.matches[0]), *remedies[: explanation.grade == "known"]]
 
 
 def _render_cause(heading: str, group: Group) -> list[str]:
@@ -412,7 +420,7 @@ def _match_lines(explanation: Explanation, width: int) -> list[str]:
     lines = []
     for match in whole:
         # The first is named in the answer.
-        is_named = match is matches[0] and explanation.showing == "failure"
+        is_named = match is matches[0] and explanation.showing in ("failure", "hang")
         lines += ["", *([] if is_named else [*wrap(_name_match(match), width), ""])]
         lines += _render_body(
             match.entry, width, conditions=match.open, places=places, is_named=is_named and grade == "known"

@@ -111,6 +111,13 @@ def test_stacks_of_faulthandler_with_ranks_are_read(tmp_path: pathlib.Path) -> N
     assert "Rank 0 waits in full_tensor, rank 1 in barrier" in _said(tmp_path, *lines)
 
 
+def test_the_stack_of_a_crash_is_no_stack_of_a_hang(tmp_path: pathlib.Path) -> None:
+    lines = ["Fatal Python error: Segmentation fault", "", "Current thread 0x00007f (most recent call first):"]
+    lines += [f'  File "{file}", line {line} in {name}' for name, file, line in _READING]
+    explanation = explained(tmp_path, *lines)
+    assert (explanation.showing, explanation.hang) == ("failure", None)
+
+
 def _traceback(rank: int, raised: str, frames: Sequence[tuple[str, str, int]]) -> list[str]:
     shown = [f'  File "{file}", line {line}, in {name.rpartition(".")[2]}' for name, file, line in reversed(frames)]
     return [f"[rank{rank}]: {line}" for line in (BEGIN, *shown, raised)]
