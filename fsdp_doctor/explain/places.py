@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from fsdp_doctor.explain.exceptions import Raised
 
@@ -168,7 +167,9 @@ def find_raising_place(frames: Sequence[str]) -> RaisingPlace | None:
 @functools.lru_cache(maxsize=4096)
 def _name_line(frame: str) -> str:
     match = _FRAME.search(frame)
-    return f"{PurePosixPath(match['file'].replace(chr(92), '/')).name}:{match['line']}" if match else frame
+    if match is None:
+        return frame
+    return f"{match['file'].replace(chr(92), '/').rpartition('/')[2]}:{match['line']}"
 
 
 def find_function(frame: str) -> str:
