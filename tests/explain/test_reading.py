@@ -212,6 +212,17 @@ def test_numbered_lines_within_the_fences_of_a_code_block_are_read(tmp_path: pat
     assert "/out" in _read(tmp_path, "```bash", *numbered, "```").clash
 
 
+def test_a_mismatch_of_collectives_is_read_with_both_calls(tmp_path: pathlib.Path) -> None:
+    calls = [
+        f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=0, OpType={operation}, "
+        f"TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default)))"
+        for rank, operation in enumerate(("ALLREDUCE", "BROADCAST"))
+    ]
+    raised = f"RuntimeError: Detected mismatch between collectives on ranks. {calls[0]}, but {calls[1]}."
+    reading = _read(tmp_path, BEGIN, '  File "train.py", line 7, in <module>', raised)
+    assert reading.clash == "rank 0 calls ALLREDUCE [4] where rank 1 calls BROADCAST [4]"
+
+
 def test_names_that_the_log_cuts_off_still_show_their_prefix(tmp_path: pathlib.Path) -> None:
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(60)]
     lists = [", ".join(f'"{prefix}{name}"' for name in names) for prefix in ("", "module.")]
