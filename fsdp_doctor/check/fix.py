@@ -49,7 +49,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """
     result = check(arguments)
-    remedies = _list_remedies(result)
+    remedies = _list_switches(result)
     partial: Fix | None = None
     for row, after in _list_candidates(result):
         file = pathlib.Path(row.file)
@@ -67,16 +67,16 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
             return Fix(file, row, after, text)
         left = tuple(finding for finding in changed_result.findings if finding.bad)
         cured = {*remedies} - {finding.entry for finding in left}
-        named = re.compile(rf"\b{re.escape(row.name)}={after}\b", re.IGNORECASE)
-        if partial is None and after and left and any(named.search(remedies[entry]) for entry in cured):
+        if partial is None and after and left and any((row.name, after) in remedies[entry] for entry in cured):
             partial = Fix(file, row, after, text, left)
     return partial
 
 
-def _list_remedies(result: CheckResult) -> dict[str, str]:
-    """Maps the entries of bad findings to their remedies for a user of this framework, which may be empty."""
+def _list_switches(result: CheckResult) -> dict[str, set[tuple[str, str]]]:
+    """Maps the entries of bad findings to the names and values that their remedies for this framework set."""
     entries = {finding.entry for finding in result.findings if finding.bad and finding.entry}
-    return {entry: find_entry(entry).advise(result.version.of) for entry in entries}
+    switches = {entry: find_entry(entry).remedy_settings.get(result.version.of, {}) for entry in entries}
+    return {entry: {(name, str(on).lower()) for name, on in named.items()} for entry, named in switches.items()}
 
 
 def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:

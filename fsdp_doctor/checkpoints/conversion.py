@@ -49,13 +49,16 @@ _BESIDE = (
 )
 
 
+_OF_ADAPTER = re.compile(r"\.(?:lora|vera|dora|oft|boft|ia3|hada|lokr)_\w+")
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """Result of a conversion.
 
     ``verification`` is the verdict on the source; nothing is written unless the source is sound. ``names`` lists the
-    changed names, old and new. ``left_out`` lists the parts of the source that belong neither to the model nor to its
-    optimizer, with their numbers of tensors.
+    changed names, old and new. ``is_adapter`` says whether the model is only an adapter. ``left_out`` lists the parts
+    of the source that belong neither to the model nor to its optimizer, with their numbers of tensors.
     """
 
     verification: Verification
@@ -63,6 +66,7 @@ class Conversion:
     num_bytes: int
     names: list[tuple[str, str]]
     has_optimizer: bool = False
+    is_adapter: bool = False
     left_out: dict[str, int] = field(default_factory=dict)
 
 
@@ -148,7 +152,8 @@ def convert(
             raise ConversionError(error.describe(source)) from None
     files = [file.name for file in layout.files]
     left_out = {part: count for state in checkpoint.states for part, count in state.left_out.items()}
-    return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None, left_out)
+    is_adapter = all(_OF_ADAPTER.search(name) for name in model.tensors)
+    return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None, is_adapter, left_out)
 
 
 def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]]]:

@@ -38,6 +38,9 @@ class Extent(NamedTuple):
     is_hole: bool
 
 
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+
+
 class OpenFile:
     """Regular file that is open for reading.
 
@@ -84,6 +87,11 @@ class OpenFile:
             self.read_into(offset + len(data), memoryview(rest))
             data += rest
         return data
+
+    def check_content(self) -> None:
+        """Raises BadFile for the text file that Git LFS leaves where it has not fetched the file."""
+        if os.pread(self._fd, len(_GIT_LFS), 0) == _GIT_LFS:
+            raise BadFile("is only a pointer of Git LFS, not the file: `git lfs pull`, or a download, fetches the file")
 
     def find_extents(self, begin: int, end: int) -> Iterator[Extent]:
         """Divides a range into parts that were written and holes, if the file system reports them."""

@@ -43,6 +43,7 @@ def read_header(file: OpenFile) -> Header:
     Raises BadFile if it is not such a file, or if tensors lie outside the file or overlap; NotRead for an unknown
     dtype.
     """
+    file.check_content()
     size = file.size
     if size < _LENGTH_BYTES:
         raise BadFile(f"is not a safetensors file: it has {size} bytes")

@@ -105,6 +105,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
 
     Raises BadFile if it is not a file of torch.save, or is truncated or damaged.
     """
+    file.check_content()
     length = file.size - begin if length is None else length
     if begin + length > file.size:
         raise BadFile(f"is truncated: it has {file.size} bytes, but {begin + length} are expected")

@@ -39,11 +39,14 @@ class TroubleRemedy(Enum):
         "use the config.json of this model; if this config.json is right, the weights are incomplete: save them again"
     )
     TIE = "set tie_word_embeddings to false in config.json, if the two weights should differ; otherwise save again"
-    COPY = "copy the file from the model"
+    COPY = "copy the file from the model; that of an adapter from the job that trained it"
     LOOK = "check whether this is intended; there is nothing to restore"
     COMPARE = "find out which copy is right; this restores nothing"
     REFERENCE = "repair the damaged checkpoint, or name another reference"
-    DISTRUST = "open the file only if you trust its author; this restores nothing"
+    DISTRUST = (
+        "if you trust its author, load it with torch.load(FILE, weights_only=False), and save the state dict alone; "
+        "until then, this restores nothing"
+    )
     READABLE = "make the file readable, and run this command again"
     WAIT = "run this command again when nothing writes to the file"
     NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"

@@ -16,7 +16,7 @@ from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble, TroubleSeverity
-from fsdp_doctor.text import escape_controls, join_some
+from fsdp_doctor.text import escape_controls, format_count, join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
@@ -85,7 +85,10 @@ class Verification(msgspec.Struct):
         counts = {kind: sum(f.severity == kind for f in self.findings) for kind in ("damage", "refused", "warning")}
         names = {"damage": "damage", "refused": "unreadable", "warning": "warning"}
         parts = [f"{count} x {names[kind]}" for kind, count in counts.items() if count]
-        size = f"{self.num_tensors} tensors, {self.num_files} files, {self.num_bytes} bytes read"
+        size = (
+            f"{format_count(self.num_tensors, 'tensor')}, {format_count(self.num_files, 'file')}, "
+            f"{format_count(self.num_bytes, 'byte')} read"
+        )
         return f"{self.answer}: {self.path} ({', '.join([*parts, size])})"
 
 
@@ -193,8 +196,9 @@ def _list_without_checksums(checkpoint: SavedCheckpoint) -> list[str]:
         "safetensors has no checksum": [file for file in files if file.path.endswith(".safetensors")],
         "these files were saved without checksums": [file for file in files if not file.path.endswith(".safetensors")],
     }
+    num_files = format_count(len(checkpoint.files), "file")
     return [
-        f"{why}: a changed value in {len(of_kind)} of {len(checkpoint.files)} files is found only with --against"
+        f"{why}: a changed value in {len(of_kind)} of {num_files} is found only with --against"
         for why, of_kind in kinds.items()
         if of_kind
     ]

@@ -81,7 +81,8 @@ def _run() -> None:
             raise SystemExit(command(prog_name="fsdp-doctor", default_map=defaults, standalone_mode=False))
         except _WrongUsage as error:
             # A command without arguments has printed its help, and has nothing to say.
-            raise UsageError(error.format_message()) from None  # type: ignore[attr-defined]
+            # click lists the values of a missing option in lines of their own.
+            raise UsageError(" ".join(error.format_message().split())) from None  # type: ignore[attr-defined]
     elif (words[:1] == ["probe"] or words[:2] == ["memory", "measure"]) and not asks_for_help:
         from fsdp_doctor.cli.options import check_versions
         from fsdp_doctor.probe.command import follow

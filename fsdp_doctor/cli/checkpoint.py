@@ -263,7 +263,13 @@ def convert(
         _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
-    if to is ConversionTarget.HF and not (target / "config.json").is_file():
+    if to is ConversionTarget.HF and found.is_adapter:
+        print(
+            "the model is only an adapter, which is not merged: for peft, name the file adapter_model.safetensors, and "
+            "put the job's adapter_config.json beside it",
+            file=sys.stderr,
+        )
+    elif to is ConversionTarget.HF and not (target / "config.json").is_file():
         print(
             "there is no config.json: from_pretrained cannot read the checkpoint without it; repeat the command with "
             "--overwrite and --config DIR, where DIR is a directory that has the model's config.json",
@@ -380,7 +386,7 @@ def _parse_dtype(name: str | None) -> torch.dtype | None:
         return None
     import torch
 
-    from fsdp_doctor.weights.transport.sources import find_meant_dtype
+    from fsdp_doctor.weights.fsdp.dtypes import find_meant_dtype
 
     dtype = getattr(torch, name, None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -14,7 +14,7 @@ from fsdp_doctor.examination.facts import Facts, NameFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.machine.terminal import measure_width
 from fsdp_doctor.text import join_some
-from fsdp_doctor.weights.transport.sources import name_dtype
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}

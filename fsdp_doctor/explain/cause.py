@@ -15,9 +15,10 @@ from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_d
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
-from fsdp_doctor.explain.places import JobCall, find_call, find_package
+from fsdp_doctor.explain.places import JobCall, RaisingPlace, find_call, find_package, find_raising_place, is_same_place
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
+from fsdp_doctor.explain.stacks import StackReader, describe_stacks, make_waiting
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.tables import read_table
 from fsdp_doctor.explain.topics import find_topic
@@ -25,7 +26,7 @@ from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import ClueName, LogClues
-from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
+from fsdp_doctor.known.grading import ASK_FOR_PLACE, Evidence, Grade, Match, match_evidence
 from fsdp_doctor.verdict.classification import fold
 
 Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"]
@@ -40,6 +41,8 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
+# At so many places a message is told apart.
+_MAX_PLACES = 32
 # A message of fewer words says little of a failure.
 _FEWEST_WORDS = 3
 # In how many exceptions of a group the line of the job that led there is looked for.
@@ -79,6 +82,15 @@ _FOREIGN_PLACES = _load_kinds("foreign_places")
 _UNDECIDED = _load_kinds("undecided")
 _CONSEQUENCES = _load_kinds("consequences")
 _CARRIERS = _load_kinds("carriers")
+# The consequence of a call that no other rank joined.
+_TIMED_OUT = "a rank timed out while it waited for another"
+# The consequences of a hang. A scheduler, a person or `timeout` ends a job that hangs.
+_OF_HANGS = frozenset({
+    _TIMED_OUT,
+    "NCCL's watchdog ended a collective that another rank did not join",
+    "NCCL's watchdog got stuck itself, mostly in a call of CUDA that hangs",
+    "the process was ended from outside",
+})  # fmt: skip
 # Exceptions that only a mistake in a line of code raises, and words of what a script may say of its sharded model.
 _MISTAKES = frozenset({"NameError", "UnboundLocalError", "ZeroDivisionError", "SyntaxError", "IndentationError"})
 _OF_TENSORS = re.compile(
@@ -150,7 +162,7 @@ class SummaryReader:
 
 @dataclass
 class Group:
-    """Exceptions with the same message, raised by any ranks.
+    """Exceptions with the same message that were raised at the same place, by any ranks.
 
     signed: whether an entry of the catalogue has a signature in the message.
     matches: the entries of the catalogue that the exception may be, filled in after the whole log was read.
@@ -159,12 +171,16 @@ class Group:
         group of the log is a consequence.
     sources: the ranks or processes that raised the exception.
     call: the line of the job that led to the exception on any of them.
+    frames: the frames of the first exception of the group that has any.
+    key: the message without what differs between ranks.
     """
 
     first: Raised
     signed: bool
     consequence: str
     carries: bool = False
+    frames: Sequence[str] = ()
+    key: str = ""
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
@@ -172,6 +188,7 @@ class Group:
 
     def add(self, raised: Raised) -> None:
         self.count += 1
+        self.frames = self.frames or raised.frames
         if self.call is None and self.count <= _MAX_CALLS:
             self.call = find_call(raised)
         if len(self.sources) < _MAX_SOURCES:
@@ -188,6 +205,11 @@ class Group:
         if len(other.frames) > len(self.first.frames) or (other.code and not self.first.code):
             self.first.frames, self.first.code = other.frames or self.first.frames, other.code
             self.first.code_of = other.code_of or self.first.code_of
+
+    @functools.cached_property
+    def place(self) -> RaisingPlace | None:
+        """The place where the exceptions of the group were raised; only for a group with frames."""
+        return find_raising_place(self.frames)
 
     @property
     def doubt(self) -> tuple[bool, ...]:
@@ -248,6 +270,11 @@ class Explanation:
     clues: frozenset[ClueName] = frozenset()
 
     @property
+    def may_hang(self) -> bool:
+        """Whether the first consequence is one of a job that hung."""
+        return self.cause is not None and self.cause.consequence in _OF_HANGS
+
+    @property
     def grade(self) -> Grade | None:
         """The grade of the surest match; None if nothing matches."""
         return self.matches[0].grade if self.matches else None
@@ -280,11 +307,14 @@ class _Logs:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[str, Group] = {}
+        # The groups of each message.
+        self._groups: dict[str, list[Group]] = {}
+        self._group_count = 0
         self._dropped = 0
         self._clues = LogClues()
         self._versions = VersionReader()
         self._watchdog = WatchdogReader()
+        self._stacks = StackReader()
         self._summary: FirstFailure | None = None
         self._dumps: list[Dump] = []
         self._truncated: list[str] = []
@@ -297,7 +327,10 @@ class _Logs:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
+        if path is not None and self._stacks.read_json(path):
+            return
         log = LogInput(path)
+        self._stacks.begin(log.name)
         reader, summaries, symptoms = ExceptionReader(log.name), SummaryReader(), SymptomReader(log.name)
         prose = ProseReader(log.name)
         for piece in log.read_pieces():
@@ -310,6 +343,7 @@ class _Logs:
             symptoms.read(piece)
             prose.read(piece)
             self._watchdog.read(piece)
+            self._stacks.read(piece)
             self._clues.read(piece.text)
             self._versions.read(piece.text)
         self._add(reader.end())
@@ -323,19 +357,26 @@ class _Logs:
     def _add(self, exceptions: Iterable[Raised]) -> None:
         for raised in exceptions:
             key = _make_group_key(raised.text.split("\n", 1)[0].translate(_ZEROS))
-            if key not in self._groups:
-                signed = has_signature(raised.text)
+            groups = self._groups.get(key, [])
+            group = _choose_group(groups, raised)
+            if group is None:
+                signed = groups[0].signed if groups else has_signature(raised.text)
                 limit = _MAX_GROUPS * (2 if signed or raised.frames else 1)
-                if len(self._groups) >= limit:
+                if self._group_count >= limit:
                     self._dropped += 1
                     continue
                 carried = _find_first_kind(_CARRIERS, raised.text)
                 consequence = carried or _find_first_kind(_CONSEQUENCES, raised.text)
-                self._groups[key] = Group(raised, signed, consequence, carries=bool(carried))
-            self._groups[key].add(raised)
+                group = Group(raised, signed, consequence, carries=bool(carried), key=key)
+                self._groups.setdefault(key, []).append(group)
+                self._group_count += 1
+            group.add(raised)
+
+    def _list_groups(self) -> list[Group]:
+        return [group for groups in self._groups.values() for group in groups]
 
     def explain(self) -> Explanation:
-        groups = _sort_groups(list(self._groups.values()))
+        groups = _sort_groups(self._list_groups())
         hang = self._find_hang()
         if all(group.consequence for group in groups):
             for group in groups:
@@ -407,7 +448,7 @@ class _Logs:
         elif reading.vague and symptom is not None:
             reading = replace(symptom, who=reading.who, when=reading.when, called=reading.called)
         if not matches and (reading is None or not reading.clash or len(cause.first.message.split()) < _FEWEST_WORDS):
-            others = (group.first for group in self._groups.values() if group is not cause and not group.consequence)
+            others = (group.first for group in self._list_groups() if group is not cause and not group.consequence)
             reading = read_other_failure(others, self._told) or reading
         if not about_fsdp or showing == "cut" or any(match.grade == "likely" for match in matches):
             return reading
@@ -427,26 +468,45 @@ class _Logs:
         """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""
         if cause.call is not None or not cause.first.frames:
             return cause.call
-        carrying = (group for group in self._groups.values() if group.carries or group.first.chained)
+        carrying = (group for group in self._list_groups() if group.carries or group.first.chained)
         return next((group.call for group in carrying if group.call and group.sources & cause.sources), None)
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
+        same_message = self._groups[group.key]
         return Evidence(
             message=first.text,
             traceback="\n".join(first.frames),
             script=first.script,
             code=first.code,
-            ranks=len(group.sources - {""}),
+            ranks=len(set().union(*(each.sources for each in same_message)) - {""}),
             indirect=first.quoted,
             log=self._clues.shown,
             torch=self._clues.torch,
         )
 
     def _find_hang(self) -> Hang | None:
-        """Finds the hang in the dumps or, if they show none, in the watchdog's messages. The dumps say more."""
+        """Finds the hang in what says most of it: the dumps, the watchdog's messages, the stacks of the ranks, or the
+        tracebacks of ranks that timed out.
+        """
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
-        return from_dumps or self._watchdog.find_hang()
+        if hang := from_dumps or self._watchdog.find_hang():
+            return hang
+        # The stack of a process that crashed is no stack of a hang.
+        only_followed = all(group.consequence or group.first.cut for group in self._list_groups())
+        return (self._stacks.find_hang() or self._find_timed_out()) if only_followed else None
+
+    def _find_timed_out(self) -> Hang | None:
+        """Finds where the ranks were when one of them had waited too long; None if none had."""
+        groups = self._list_groups()
+        if not any(_is_timeout(group) for group in groups):
+            return None
+        frames: dict[int, list[str]] = {}
+        for group in (group for group in groups if group.first.frames):
+            for source in group.sources:
+                if source.startswith("rank "):
+                    frames.setdefault(int(source.removeprefix("rank ")), group.first.frames)
+        return describe_stacks([make_waiting(rank, stack) for rank, stack in frames.items()])
 
     def _is_about_fsdp(self, cause: Group) -> bool:
         under_fsdp = self._collect_evidence(cause).shows("fsdp")
@@ -462,7 +522,7 @@ class _Logs:
         """
         stacks = ["\n".join(reversed(waiting.frames)) for waiting in hang.waiting]
         is_apart = hang.differs and len({(_gathers(stack), _SENDING.search(stack) is None) for stack in stacks}) > 1
-        for operation in sorted({waiting.op for waiting in hang.waiting}):
+        for operation in sorted({waiting.collective or waiting.op for waiting in hang.waiting}):
             evidence = Evidence(
                 message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",
                 traceback="\n".join(stacks),
@@ -471,8 +531,33 @@ class _Logs:
                 torch=self._clues.torch,
             )
             if matches := match_evidence(evidence):
-                return matches
+                return [replace(match, open=tuple(map(_ask_of_hang, match.open))) for match in matches]
         return []
+
+
+def _ask_of_hang(question: str) -> str:
+    """Returns the question of an entry, or for that after the place of the exception one after the other ranks."""
+    return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
+
+
+def _is_timeout(group: Group) -> bool:
+    return group.consequence == _TIMED_OUT
+
+
+def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
+    """Returns the group of an exception among the groups of its message; None if it needs one of its own.
+
+    An exception without frames may be that of any group: its rank decides, or else the order. What is raised while the
+    same message is handled, or because of it, is the same failure.
+    """
+    if not groups:
+        return None
+    place = find_raising_place(raised.frames)
+    of_source = [group for group in groups if raised.source in group.sources]
+    is_again = raised.chained or any(group.first.swallowed for group in of_source)
+    if place is None or is_again or len(groups) >= _MAX_PLACES:
+        return next(iter([*of_source, *groups]), None)
+    return next((group for group in groups if not group.frames or is_same_place(place, group.place)), None)
 
 
 def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> bool:

@@ -275,6 +275,7 @@ class ExceptionReader:
             if opened is not None and opened.raised is None:
                 del self._open[line.source]
             self._close(line.source)
+            self._chained.add(line.source)
             self._open[line.source] = _Open(line, self._find_time(line))
         elif stripped.startswith(_CHAINED):
             self._close(line.source)

@@ -24,6 +24,7 @@ _GROUP = re.compile(r"PG ID (?P<id>\w{1,60})(?: PG GUID \w{1,60}\((?P<name>[^)\n
 _STACK = "Stack trace of the failed collective:"
 _CALL = re.compile(r"#\d{1,4} (?P<function>\S{1,200}) from (?P<file>.{1,600}):(?P<line>\d{1,9})\s*$")
 _CULPRIT = re.compile(r"Culprit rank (\d{1,9}); Error type: (\w{1,60})(?:, (.{1,400}?))?(?=, Culprit rank|$)")
+_TORCH_OR_PYTHON = re.compile(r'/torch/|File "torch/|<frozen|/lib/python[\d.]+/(?!site-packages)')
 _MAX_RANKS = 4_096
 _MAX_CALLS = 40
 _MAX_SENTENCES = 4
@@ -41,6 +42,9 @@ class Waiting:
     enqueued, completed: the numbers of the last collectives that this rank launched and completed.
     entered: whether the rank reached the collective in which the others wait.
     frames: the frames of the call, innermost first.
+    is_process: whether ``rank`` is the id of a process, because the rank is not known.
+    collective: the operation of the collective, if ``op`` is the function that the job called; "none" if the stack has
+        no call of torch.distributed.
     """
 
     rank: int
@@ -54,6 +58,14 @@ class Waiting:
     completed: int | None = None
     entered: bool = True
     frames: tuple[str, ...] = ()
+    is_process: bool = False
+    collective: str = ""
+
+    @property
+    def calling_frame(self) -> str:
+        """The innermost frame of the user's code, or else of a package other than torch; empty if there is none."""
+        frames = [frame for frame in self.frames if not _TORCH_OR_PYTHON.search(frame)]
+        return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
 
     @property
     def call(self) -> str:
@@ -79,11 +91,13 @@ class Hang:
     waiting: the ranks that wait, sorted by group and rank.
     sentences: sentences for the user about where the ranks differ.
     differs: whether the ranks are in different places.
+    by_stacks: whether this is known from the stacks of the ranks, which do not number the collectives.
     """
 
     waiting: tuple[Waiting, ...]
     sentences: tuple[str, ...]
     differs: bool
+    by_stacks: bool = False
 
 
 def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang | None:
@@ -99,7 +113,7 @@ def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang
     return Hang(waiting=tuple(ranks), sentences=all_sentences, differs=differs or bool(sentences))
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int], nouns: tuple[str, str] = ("rank", "ranks")) -> str:
     """Writes ranks as ``rank 3`` or ``ranks 0-3 and 5``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
@@ -112,7 +126,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
     if more > 0:
         words = [*words[: 2 * _MAX_PLACES], f"{more} more"]
     is_single = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'' if is_single else 's'} {' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
+    return f"{nouns[not is_single]} {' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
 
 
 def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
@@ -121,7 +135,7 @@ def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
     inside = [rank for rank in waiting if rank.entered]
     if late and inside:
         whose = "its" if len(late) == 1 else "their"
-        last = f"{_name_waiting_ranks(late)} never reached this call, and the last of {whose} calls is {late[0].call}"
+        last = f"{name_waiting_ranks(late)} never reached this call, and the last of {whose} calls is {late[0].call}"
         return f"{_describe_places(inside)}; {last}.", True
     if len({rank.call for rank in inside}) > 1:
         return f"{_describe_places(inside)}{_describe_delay(inside)}.", True
@@ -131,7 +145,7 @@ def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
     call = waiting[0].call
     if len(sizes) > 1:
         shares = [
-            f"{_name_waiting_ranks(ranks)} with {sent or '?'} in and {received or '?'} out"
+            f"{name_waiting_ranks(ranks)} with {sent or '?'} in and {received or '?'} out"
             for (sent, received), ranks in list(sizes.items())[:_MAX_PLACES]
         ]
         return f"The ranks are in the same collective, {call}, with different sizes: {', '.join(shares)}.", True
@@ -143,11 +157,11 @@ def _describe_places(waiting: list[Waiting]) -> str:
     for rank in waiting:
         places.setdefault(rank.call, []).append(rank)
     shown = [
-        f"{_name_waiting_ranks(ranks)} {_choose_verb(ranks)} in {call}"
+        f"{name_waiting_ranks(ranks)} {_choose_verb(ranks)} in {call}"
         for call, ranks in list(places.items())[:_MAX_PLACES]
     ]
     more = f", the others in {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
-    return _capitalize(", ".join(shown) + more)
+    return capitalize(", ".join(shown) + more)
 
 
 def _describe_delay(waiting: list[Waiting]) -> str:
@@ -156,7 +170,7 @@ def _describe_delay(waiting: list[Waiting]) -> str:
     if len(numbers) < len(waiting) or len({rank.group for rank in waiting}) > 1 or min(numbers) == max(numbers):
         return ""
     behind = [rank for rank in waiting if rank.number == min(numbers)]
-    return f": {_name_waiting_ranks(behind)} {_choose_verb(behind)} {max(numbers) - min(numbers)} behind"
+    return f": {name_waiting_ranks(behind)} {_choose_verb(behind)} {max(numbers) - min(numbers)} behind"
 
 
 def _describe_same_place(waiting: list[Waiting], call: str) -> str:
@@ -164,7 +178,7 @@ def _describe_same_place(waiting: list[Waiting], call: str) -> str:
     size = waiting[0].group_size
     missing = set(range(size or max(ranks) + 1)) - ranks
     verb = "waits" if len(ranks) == 1 else "wait"
-    start = f"{_capitalize(name_ranks(ranks))}{f' of a group of {size}' if size else ''} {verb} in {call}"
+    start = f"{capitalize(name_ranks(ranks))}{f' of a group of {size}' if size else ''} {verb} in {call}"
     if missing:
         absent = (
             f"the log says nothing about {name_ranks(missing)}: at least one of these ranks did not reach this call"
@@ -175,15 +189,18 @@ def _describe_same_place(waiting: list[Waiting], call: str) -> str:
     return f"{start} with the same sizes: the ranks agree on this call, so look at the network and the devices."
 
 
-def _name_waiting_ranks(waiting: Iterable[Waiting]) -> str:
-    return name_ranks(rank.rank for rank in waiting)
+def name_waiting_ranks(waiting: Sequence[Waiting]) -> str:
+    """Names ranks as ``name_ranks`` does, or processes by their ids."""
+    are_processes = any(rank.is_process for rank in waiting)
+    return name_ranks((rank.rank for rank in waiting), ("process", "processes") if are_processes else ("rank", "ranks"))
 
 
 def _choose_verb(waiting: Iterable[Waiting]) -> str:
     return "is" if len({rank.rank for rank in waiting}) == 1 else "are"
 
 
-def _capitalize(text: str) -> str:
+def capitalize(text: str) -> str:
+    """Writes the first letter as a capital."""
     return text[0].upper() + text[1:]
 
 

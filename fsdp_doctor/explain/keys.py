@@ -17,7 +17,7 @@ _WRAPPERS = {
 }
 _LIST = re.compile(r"[\[{(](?P<names>\s?['\"][\w.]+['\"](?:,\s?['\"][\w.]+['\"]){0,4000},?(?:\s?\.\.\.)?\s?)[\]})]?")
 _QUOTED = re.compile(r"['\"]([\w.]+)['\"]")
-_OF_LOAD = re.compile(r'(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<names>"[^"]+"(?:, "[^"]+")*)')
+_OF_LOAD = re.compile(r'(?P<kind>Missing|Unexpected) key\(s\) in state_dict: (?P<names>"[^"\s]+"(?:, "[^"\s]+")*)')
 
 
 def find_keys(text: str) -> list[list[str]]:

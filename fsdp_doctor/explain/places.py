@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,44 @@ def find_package(frame: str) -> str:
     return "python" if _STANDARD.search(file) else ""
 
 
+@dataclass(frozen=True)
+class RaisingPlace:
+    """The place where an exception was raised, by the names of files and the numbers of lines.
+
+    Directories do not count, because a package may lie elsewhere on another node.
+
+    innermost: the innermost frame, and the innermost frame of the job.
+    lines: all frames.
+    """
+
+    innermost: tuple[str, ...]
+    lines: frozenset[str]
+
+
+def is_same_place(place: RaisingPlace, other: RaisingPlace | None) -> bool:
+    """Returns whether two tracebacks end at one place, as far as they show it: one may be a part of the other."""
+    if other is None:
+        return True
+    return place.innermost == other.innermost or place.lines <= other.lines or place.lines >= other.lines
+
+
+def find_raising_place(frames: Sequence[str]) -> RaisingPlace | None:
+    """Returns the place where an exception with these frames was raised; None without frames."""
+    if not frames:
+        return None
+    of_job = next((frame for frame in reversed(frames) if find_package(frame) not in ("torch", "python")), frames[-1])
+    innermost = _name_line(frames[-1]), _name_line(of_job)
+    return RaisingPlace(innermost, frozenset(map(_name_line, frames)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_line(frame: str) -> str:
+    match = _FRAME.search(frame)
+    if match is None:
+        return frame
+    return f"{match['file'].replace(chr(92), '/').rpartition('/')[2]}:{match['line']}"
+
+
 def find_function(frame: str) -> str:
     match = _FRAME.search(frame)
     return (match["function"] or "").split("(")[0].rsplit(".", 1)[-1] if match else ""
@@ -152,13 +191,13 @@ def find_call(raised: Raised) -> JobCall | None:
             continue
         match = _FRAME.search(frames[at])
         code = raised.code_of.get(frames[at], "")
-        function = _name_called(frames[at + 1 :], code)
+        function = name_called_function(frames[at + 1 :], code)
         place = f"{match['file']}, line {match['line']}" if match else ""
         return JobCall(place, code, function, package, len(frames) - 1 - at)
     return None
 
 
-def _name_called(below: Sequence[str], code: str) -> str:
+def name_called_function(below: Sequence[str], code: str) -> str:
     """Names the function that a call reached: by the frames below it, or by its line of code for a class."""
     called = _CALLED.findall(code)
     for frame in below:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
-from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
+from fsdp_doctor.explain.hangs import Hang, Waiting, name_waiting_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.fixes.entry import find_fix_command
@@ -37,10 +37,18 @@ _NO_FAILURE = (
     "This program found no failure in the log. If the job failed, pass the whole log of the failed rank, or the end "
     "of this log."
 )
-_HANG_HEADER = ("ranks", "group", "waits in", "in", "out", "last launched", "last done", "seconds")
+_HANG_HEADER = ("group", "waits in", "in", "out", "last launched", "last done", "seconds")
 _ASK_FOR_DUMPS = (
     "To see what each rank did, and the calling code, run again with TORCH_FR_BUFFER_SIZE=2000 and "
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps of all ranks to `fsdp-doctor explain`."
+)
+_WAYS = (
+    "  - while it hangs, `py-spy dump --pid PID > rankN.txt` for each rank N: `fsdp-doctor explain rank*.txt` says "
+    "which rank is elsewhere",
+    "  - with NCCL, start it with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.9 TORCH_NCCL_TRACE_BUFFER_SIZE) and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1: `fsdp-doctor explain nccl_trace_rank_*` compares the collectives of the ranks",
+    "  - start it with TORCH_DISTRIBUTED_DEBUG=DETAIL: look for `Detected mismatch between collectives`, which names "
+    "two ranks with different calls, and for `monitoredBarrier`, which names a rank that did not come",
 )
 
 
@@ -169,7 +177,7 @@ def _name_entry(entry: KnownFailure) -> str:
 def _render_heading(explanation: Explanation) -> list[str]:
     cause, summary = explanation.cause, explanation.summary
     if explanation.showing == "hang":
-        return ["The job hung: a collective did not end."]
+        return ["The job hung: a collective did not end.", *_name_known_hang(explanation)]
     if cause is None:
         if (symptom := explanation.reading) is not None:
             return [
@@ -190,6 +198,14 @@ def _render_heading(explanation: Explanation) -> list[str]:
         heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first consequence"
         return _render_cause(heading, cause)
     return _render_cause("Root cause", cause)
+
+
+def _name_known_hang(explanation: Explanation) -> list[str]:
+    """Renders the entry that the hang is or is likely to be, and the remedy of a known one."""
+    if explanation.grade not in ("known", "likely"):
+        return []
+    remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))
+    return [_name_match(explanation.matches[0]), *remedies[: explanation.grade == "known"]]
 
 
 def _render_cause(heading: str, group: Group) -> list[str]:
@@ -217,15 +233,15 @@ def _render_notes(explanation: Explanation) -> list[str]:
     summary = explanation.summary
     is_elsewhere = explanation.showing == "consequences"
     if is_elsewhere and not explanation.killed_for_memory:
-        where = f"rank {summary.rank}'s own log" if summary is not None else "the logs of the other ranks"
-        lines.append(
-            f"The original failure is not in the logs that were read: look in {where}, and at every rank's stack."
-        )
+        is_here = summary is None or (explanation.cause is not None and summary.is_one_of(explanation.cause.sources))
+        where = "the logs of the other ranks" if is_here or summary is None else f"rank {summary.rank}'s own log"
+        lines.append(f"The original failure is not in the logs that were read: look in {where}.")
+        if explanation.may_hang:
+            asked = "If the job hung before that, find out where each rank waits: run it again, and then one of these:"
+            lines += [asked, *_WAYS]
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
         lines += _render_host_memory_hint(explanation)
-    for other in explanation.others[:_MAX_OTHERS]:
-        doubt = "Came first, on another rank" if _came_first(other, explanation.cause) else "Probably not the cause"
-        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_describe_place(other)})")
+    lines += [_describe_other(other, explanation.cause) for other in explanation.others[:_MAX_OTHERS]]
     if (more := max(0, len(explanation.others) - _MAX_OTHERS) + explanation.dropped) > 0:
         lines.append(f"and {more} more exceptions")
     for name, count in explanation.consequences.items() if explanation.showing != "hang" else ():
@@ -234,6 +250,16 @@ def _render_notes(explanation: Explanation) -> list[str]:
         lines.append(f"{explanation.summary.sentence}.")
     lines += [f"Only the first {MAX_STREAM >> 20} MiB of {name} were read." for name in explanation.truncated]
     return ["", *lines] if lines else []
+
+
+def _describe_other(other: Raised, cause: Group | None) -> str:
+    first_line = (other.text.splitlines() or [""])[0]
+    if cause is not None and first_line == (cause.first.text.splitlines() or [""])[0] and other.frames:
+        who = f", by {other.source}" if other.source else ""
+        frames = ", called from ".join(reversed(choose_frames(other)))
+        return f"Raised elsewhere, too, with the same message{who} ({_describe_place(other)}): at {frames}"
+    doubt = "Came first, on another rank" if _came_first(other, cause) else "Probably not the cause"
+    return f"{doubt}: {first_line[:200]} ({_describe_place(other)})"
 
 
 def _came_first(other: Raised, cause: Group | None) -> bool:
@@ -276,18 +302,24 @@ def render_entry(entry: KnownFailure, width: int) -> list[str]:
 
 
 def _render_body(
-    entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "", is_named: bool = False
+    entry: KnownFailure,
+    width: int,
+    *,
+    conditions: Sequence[str] | None = None,
+    places: str = "",
+    is_named: bool = False,
 ) -> list[str]:
     """Renders the entry without its name.
 
-    conditions: the questions that are open before the entry is certain.
+    conditions: the questions that are open before the entry is certain; None if there is no log, so that all conditions
+        of the entry are open.
     places: the traceback, which selects the frameworks whose remedies are rendered; empty for all frameworks.
     is_named: whether the answer already has the first remedy.
     """
     lines = []
     if conditions:
         lines += wrap_lines(["To be sure:", *(f"  - {condition}" for condition in conditions)], width)
-    if entry.needs:
+    if entry.needs and conditions is None:
         lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
     for remedy in _list_remedies(entry, places)[is_named:]:
@@ -388,7 +420,7 @@ def _match_lines(explanation: Explanation, width: int) -> list[str]:
     lines = []
     for match in whole:
         # The first is named in the answer.
-        is_named = match is matches[0] and explanation.showing == "failure"
+        is_named = match is matches[0] and explanation.showing in ("failure", "hang")
         lines += ["", *([] if is_named else [*wrap(_name_match(match), width), ""])]
         lines += _render_body(
             match.entry, width, conditions=match.open, places=places, is_named=is_named and grade == "known"
@@ -419,17 +451,16 @@ def _render_hang(hang: Hang, width: int, *, ask: bool) -> list[str]:
         *_render_hang_table(hang.waiting),
     ]
     for waiting in hang.waiting[:_MAX_ROWS]:
-        if frame := _find_calling_frame(waiting):
-            lines.append(f"{name_ranks([waiting.rank])} called it at {frame}")
+        if frame := waiting.calling_frame:
+            called = "is there through" if waiting.collective == "none" else "called it at"
+            lines.append(f"{name_waiting_ranks([waiting])} {called} {frame}")
     if ask and any(not waiting.frames for waiting in hang.waiting):
         lines += wrap(_ASK_FOR_DUMPS, width)
+    if ask and hang.by_stacks and not hang.differs:
+        lines += wrap_lines(
+            ["", "To find out where the others are, run it again, and then one of these:", *_WAYS], width
+        )
     return lines
-
-
-def _find_calling_frame(waiting: Waiting) -> str:
-    """Finds the innermost frame of the user's code, or else of a package other than torch; empty if there is none."""
-    frames = [frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame]
-    return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
 
 
 def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
@@ -440,8 +471,9 @@ def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
         launched, done = ("" if number is None else str(number) for number in (rank.enqueued, rank.completed))
         rows.setdefault((rank.group, call, rank.sent, rank.received, launched, done), []).append(rank)
     cells = [(_format_rank_numbers(ranks), *row, _format_longest_wait(ranks)) for row, ranks in rows.items()]
-    used = [index for index in range(len(_HANG_HEADER)) if any(row[index] for row in cells)]
-    table = [tuple(row[index] for index in used) for row in (_HANG_HEADER, *cells[:_MAX_ROWS])]
+    used = [index for index in range(len(_HANG_HEADER) + 1) if any(row[index] for row in cells)]
+    header = ("processes" if any(rank.is_process for rank in waiting) else "ranks", *_HANG_HEADER)
+    table = [tuple(row[index] for index in used) for row in (header, *cells[:_MAX_ROWS])]
     widths = [max(len(row[column]) for row in table) for column in range(len(used))]
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in table]
     more = [f"and {len(cells) - _MAX_ROWS} more"] if len(cells) > _MAX_ROWS else []
@@ -449,7 +481,7 @@ def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
 
 
 def _format_rank_numbers(waiting: list[Waiting]) -> str:
-    return name_ranks(rank.rank for rank in waiting).partition(" ")[2]
+    return name_waiting_ranks(waiting).partition(" ")[2]
 
 
 def _format_longest_wait(waiting: list[Waiting]) -> str:

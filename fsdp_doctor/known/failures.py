@@ -163,6 +163,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     remedy_run: the way in which the remedy was tried: the id of a case that follows it and is ``ok``, the test that
         carries it out (``tests/FILE.py::NAME``), or ``not run``.
     remedies_run: the same for ``remedies``, by distribution; ``not run`` for those that are not named.
+    remedy_settings: by distribution, the switches that its remedy sets, each by the last part of its name.
     references: issues as ``owner/repository#number``, or files of torch.
     """
 
@@ -194,6 +195,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     code: str = ""
     remedies: Mapping[str, str] = {}
     remedies_run: Mapping[str, str] = {}
+    remedy_settings: Mapping[str, Mapping[str, bool]] = {}
     references: tuple[str, ...] = ()
 
     @property

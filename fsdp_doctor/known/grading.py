@@ -23,6 +23,7 @@ _OF_ANY_PROGRAM = re.compile(r"(?i)out of memory|OutOfMemory")
 _TYPE_ALONE = re.compile(r"\w+(?:: ?|:\?\$)")
 _SIZE = re.compile(r"torch\.Size\(\[(\d+, [\d, ]+)\]\)")
 _CALLED = re.compile(r"([A-Za-z_]\w*)\(")
+ASK_FOR_PLACE = "where was the exception raised? The log has no traceback for it"
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 
@@ -129,7 +130,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         place = entry.place or "FSDP, a DTensor or a state dict"
         questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
-        questions.append("where was the exception raised? The log has no traceback for it")
+        questions.append(ASK_FOR_PLACE)
     against = tuple(_list_contradictions(entry, evidence))
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:

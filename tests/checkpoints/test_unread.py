@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from program import doctor
+from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 from support.forked import run_script
 
@@ -114,3 +115,36 @@ def test_shards_are_ordered_as_torch_orders_them() -> None:
             Placed(type(each).__name__, dim=0, split_factor=getattr(each, "split_factor", 1)) for each in placements
         ]
         assert order_shards(sizes, read) == [(0, at) for at in order]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_named_with_what_fetches_it(tmp_path: pathlib.Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / name).write_text(pointer, encoding="utf-8")
+    found = verify(tmp_path)
+    assert found.answer == "damaged"
+    assert "only a pointer of Git LFS, not the file: `git lfs pull`" in found.to_text()
+    assert "0 tensors, 1 file, 0 bytes read)" in found.to_text()
+
+
+def test_the_state_dict_of_a_pickled_module_is_read_once_saved_alone(tmp_path: pathlib.Path) -> None:
+    torch.save(torch.nn.Linear(3, 3), tmp_path / "last.pt")
+    found = verify(tmp_path)
+    assert "load it with torch.load(FILE, weights_only=False), and save the state dict alone" in found.to_text()
+    module = torch.load(tmp_path / "last.pt", weights_only=False)
+    torch.save(module.state_dict(), tmp_path / "last.pt")
+    assert verify(tmp_path).answer == "sound"
+
+
+def test_an_adapter_is_not_said_to_lack_a_models_settings(tmp_path: pathlib.Path) -> None:
+    names = [f"base_model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB"]
+    save_file({name: torch.ones(3, 3) for name in names}, tmp_path / "adapter_model.safetensors")
+    done = doctor("checkpoint", "convert", str(tmp_path), str(tmp_path.parent / f"{tmp_path.name}-out"), "--to", "hf")
+    assert done.code == 0, done.stderr
+    assert "name the file adapter_model.safetensors" in done.stderr
+    assert "there is no config.json" not in done.stderr
+
+
+def test_a_missing_option_is_one_line_with_its_values(tmp_path: pathlib.Path) -> None:
+    done = doctor("checkpoint", "convert", str(tmp_path), str(tmp_path / "out"))
+    assert done.stderr == "fsdp-doctor: Missing option '--to'. Choose from: hf, dcp, torch, fsdp1, fsdp2\n"

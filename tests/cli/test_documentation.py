@@ -35,7 +35,7 @@ _COMMAND = re.compile(r"fsdp[-_]doctor +((?:(?:memory|report|checkpoint) +)?[a-z
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
-_OF_ANOTHER_PROGRAM = re.compile(r"^(?:torchrun|pip|git|make|python3?|apt|kubectl)\b")
+_OF_ANOTHER_PROGRAM = re.compile(r"^(?:torchrun|pip|git|make|python3?|apt|kubectl|py-spy)\b")
 
 
 def _options_of_commands() -> dict[str, set[str]]:

@@ -62,6 +62,15 @@ def test_a_misspelt_name_is_an_error_that_suggests_the_right_one() -> None:
         assert str(raised.value).endswith(ending)
 
 
+def test_a_fingerprint_of_a_file_imports_no_sharding_of_torch() -> None:
+    code = (
+        "import sys; from fsdp_doctor.weights.fingerprints import FingerprintError, fingerprint_checkpoint; "
+        "print(sorted({'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy'} & set(sys.modules)))"
+    )
+    done = run(sys.executable, "-c", code)
+    assert (done.code, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
 def test_the_package_has_what_needs_torch_too() -> None:
     done = run(sys.executable, "-c", "import sys, fsdp_doctor; fsdp_doctor.examine; assert 'torch' in sys.modules")
     assert done.code == 0, done.stderr

@@ -414,3 +414,11 @@ def test_a_closed_standard_input_is_a_usage_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UsageError, match="standard input is closed; give a file instead of -"):
         explain([None])
+
+
+def test_conditions_that_the_log_meets_are_not_printed_again(tmp_path: pathlib.Path) -> None:
+    explanation = explained(tmp_path, *traceback(STORAGE.format(0)))
+    assert explanation.entry is not None
+    assert explanation.entry.needs
+    assert "Only if " not in text.render_text(explanation, 10_000)
+    assert "Only if " in "\n".join(text.render_entry(explanation.entry, 10_000))

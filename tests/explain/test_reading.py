@@ -210,3 +210,44 @@ def test_numbered_lines_within_the_fences_of_a_code_block_are_read(tmp_path: pat
     lines = [BEGIN, '  File "train.py", line 7, in run', "RuntimeError: Parent directory /out does not exist."]
     numbered = [f"{number} {line}" for number, line in enumerate([*["step"] * 6, *lines], start=508)]
     assert "/out" in _read(tmp_path, "```bash", *numbered, "```").clash
+
+
+def test_a_mismatch_of_collectives_is_read_with_both_calls(tmp_path: pathlib.Path) -> None:
+    calls = [
+        f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=0, OpType={operation}, "
+        f"TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default)))"
+        for rank, operation in enumerate(("ALLREDUCE", "BROADCAST"))
+    ]
+    raised = f"RuntimeError: Detected mismatch between collectives on ranks. {calls[0]}, but {calls[1]}."
+    reading = _read(tmp_path, BEGIN, '  File "train.py", line 7, in <module>', raised)
+    assert reading.clash == "rank 0 calls ALLREDUCE [4] where rank 1 calls BROADCAST [4]"
+
+
+def test_names_that_the_log_cuts_off_still_show_their_prefix(tmp_path: pathlib.Path) -> None:
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(60)]
+    lists = [", ".join(f'"{prefix}{name}"' for name in names) for prefix in ("", "module.")]
+    missing, unexpected = (f"\t{kind} key(s) in state_dict: {each}. " for kind, each in
+                           zip(("Missing", "Unexpected"), lists, strict=True))  # fmt: skip
+    frame = '  File "train.py", line 7, in <module>'
+    raised = "RuntimeError: Error(s) in loading state_dict for Qwen3ForCausalLM:"
+    assert "have the prefix module." in _read(tmp_path, BEGIN, frame, raised, missing, unexpected).clash
+
+
+@pytest.mark.parametrize(
+    ("raised", "clash", "decide"),
+    [
+        ("ValueError: Unrecognized model in step-9. Should have a `model_type` key in its config.json.",
+         "step-9 has not what from_pretrained reads", "checkpoint convert step-9 NEW --to hf --config DIR"),
+        ("OSError: Error no file named model.safetensors, or pytorch_model.bin, found in directory step-9.",
+         "step-9 has not what from_pretrained reads", "checkpoint convert step-9 NEW --to hf --config DIR"),
+        ("ValueError: Can't find 'adapter_config.json' at 'step-9'",
+         "step-9 has no adapter_config.json", "checkpoint verify step-9"),
+    ],
+    ids=["no type", "no weights", "no adapter"],
+)  # fmt: skip
+def test_a_directory_of_another_format_leads_to_verify_and_convert(
+    tmp_path: pathlib.Path, raised: str, clash: str, decide: str
+) -> None:
+    reading = _read(tmp_path, BEGIN, f'  File "{_SITE}/transformers/x.py", line 7, in from_pretrained', raised)
+    assert clash in reading.clash
+    assert decide in reading.decide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import sys
 
 import pytest
@@ -84,6 +85,16 @@ def test_an_entry_has_cause_remedy_references_and_means_of_recognition() -> None
         assert bool(entry.frames) == bool(entry.place), entry.id
         assert not entry.title.endswith("."), entry.id
         assert "turn offload off" not in entry.remedy.lower(), entry.id
+
+
+def test_a_switch_that_a_remedy_sets_is_in_its_text() -> None:
+    for entry in read_catalogue():
+        for framework, switches in entry.remedy_settings.items():
+            text = entry.remedies[framework].lower()
+            for name, on in switches.items():
+                assert re.search(rf"\b{name}(?:=|: ){str(on).lower()}\b", text), (entry.short_code, name)
+    switched = {name for entry in read_catalogue() for each in entry.remedy_settings.values() for name in each}
+    assert {"offload_policy", "cpu_offload", "fsdp_offload_params"} <= switched
 
 
 def test_a_trigger_names_axes_and_values_that_there_are() -> None:

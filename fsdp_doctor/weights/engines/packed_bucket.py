@@ -9,7 +9,7 @@ import torch
 
 from fsdp_doctor.weights.extract.plan import BUCKET_BYTES
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd
-from fsdp_doctor.weights.transport.sources import name_dtype
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype
 from fsdp_doctor.weights.transport.streams import HomeStream
 
 # Tensors begin at multiples of this many bytes: enough for a view in any dtype and for a kernel's vectorized reads.

@@ -32,7 +32,7 @@ from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
 from fsdp_doctor.weights.fsdp.expert_groups import Experts
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
-from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.names.hub_names import Names
 from fsdp_doctor.weights.names.output_names import OutputNames
 from fsdp_doctor.weights.names.views import NamesError, TensorView, find_box

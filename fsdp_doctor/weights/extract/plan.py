@@ -18,6 +18,7 @@ from fsdp_doctor.weights.extract import lora as adapters
 from fsdp_doctor.weights.extract.lora import Lora, LoraAdapter
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.weights.fsdp.dtypes import check_dtype
 from fsdp_doctor.weights.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
 from fsdp_doctor.weights.fsdp.forms import refuse
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors, put_in_place
@@ -36,7 +37,6 @@ from fsdp_doctor.weights.transport.sources import (
     Rows,
     ShardGroup,
     Source,
-    check_dtype,
     check_shards,
     compute_device,
     find_device,

@@ -26,6 +26,7 @@ from fsdp_doctor.checkpoints.record import (
 )
 from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.checkpoints.troubles import Trouble
+from fsdp_doctor.weights.fingerprints.block_fingerprints import FingerprintSumsOfBlocks, make_unsummed, swap_halves
 from fsdp_doctor.weights.fingerprints.differences import (
     FingerprintDifference,
     FingerprintVariant,
@@ -34,9 +35,8 @@ from fsdp_doctor.weights.fingerprints.differences import (
 )
 from fsdp_doctor.weights.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint
 from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, make_grid_block
-from fsdp_doctor.weights.fingerprints.summing import FingerprintSums, make_unsummed, swap_halves
-from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
-from fsdp_doctor.weights.transport.sources import check_dtype, name_dtype
+from fsdp_doctor.weights.fsdp.dtypes import check_dtype, name_dtype
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 
 _CHUNK_BYTES = 16 << 20
 # The rows that differ are searched for this many tensors at most, since the search reads both checkpoints again.
@@ -89,7 +89,7 @@ def fingerprint_checkpoint(
 
 
 def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:
-    sums = FingerprintSums()
+    sums = FingerprintSumsOfBlocks()
     for name, tensor in weights.tensors.items():
         for part, offsets in weights.read_parts(tensor):
             cast = part.to(dtype) if dtype is not None and part.is_floating_point() else part
@@ -316,7 +316,7 @@ def _sum_variants(
             detail = f"cast twice: to {name_dtype(between)} and back"
             mistakes.append(("cast twice", detail, functools.partial(_cast, (between, expected), shape)))
     for kind, detail, blocks_of in mistakes:
-        sums = FingerprintSums()
+        sums = FingerprintSumsOfBlocks()
         for part, offsets in weights.read_parts(tensor):
             blocks = blocks_of(part, offsets)
             sums.add_blocks("", make_unsummed(expected, shape, blocks), blocks)

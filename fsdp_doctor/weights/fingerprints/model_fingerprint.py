@@ -39,6 +39,7 @@ from fsdp_doctor.weights.extract.local import (
 )
 from fsdp_doctor.weights.extract.lora import Lora
 from fsdp_doctor.weights.extract.plan import BUCKET_BYTES, Arguments, Plan, describe_plan
+from fsdp_doctor.weights.fingerprints.block_fingerprints import make_unsummed, swap_halves
 from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
 from fsdp_doctor.weights.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.weights.fingerprints.fingerprint_set import (
@@ -48,17 +49,12 @@ from fsdp_doctor.weights.fingerprints.fingerprint_set import (
     reduce_to_lanes,
 )
 from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock
-from fsdp_doctor.weights.fingerprints.summing import (
-    FingerprintSums,
-    divide_shard_into_blocks,
-    divide_shard_into_parts,
-    make_unsummed,
-    swap_halves,
-)
+from fsdp_doctor.weights.fingerprints.summing import FingerprintSums, divide_shard_into_blocks, divide_shard_into_parts
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype
 from fsdp_doctor.weights.fsdp.expert_groups import Experts
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
-from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.names.hub_names import Names
 from fsdp_doctor.weights.transport.agreement import Agreement, ComparedPlan
 from fsdp_doctor.weights.transport.deltas import Delta
@@ -72,7 +68,6 @@ from fsdp_doctor.weights.transport.sources import (
     Source,
     TensorSpec,
     list_specs,
-    name_dtype,
 )
 from fsdp_doctor.weights.transport.transfers import TensorTransfer
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd
 from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
-from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 
 Experts: TypeAlias = DeviceMesh | Mapping[str, DeviceMesh]
 """Mesh along which experts are divided, of one dim (``mesh["ep"]``), for all parameters below a module ``experts``; or

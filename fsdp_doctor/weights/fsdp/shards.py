@@ -37,15 +37,6 @@ class Stretches(NamedTuple):
         return Stretches(begin + self.first * itemsize, self.length * itemsize, self.step * itemsize, self.rows)
 
 
-def compute_row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Computes the strides of a contiguous tensor of this shape."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
-
-
 @dataclass(frozen=True)
 class LocalPart:
     """Part of a tensor that one rank holds.

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.weights.fsdp.expert_groups import extend_mesh
 from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit
-from fsdp_doctor.weights.fsdp.shards import LocalPart, Slices, Stretches, compute_part, compute_row_major_strides
+from fsdp_doctor.weights.fsdp.shards import LocalPart, Slices, Stretches, compute_part
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.load.outcome import LoadError
 from fsdp_doctor.weights.names.views import Box, TensorView, find_box
 

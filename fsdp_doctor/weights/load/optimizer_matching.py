@@ -6,6 +6,7 @@ import base64
 import collections
 import enum
 import numbers
+import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,10 @@ class StateOutline:
 
 def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
     """Reads the outline of a full state, and its tensors by ``name_entry``. Raises LoadError or TypeError."""
+    if isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"{_FORMAT}, not the path {source}: pass torch.load({str(source)!r}, mmap=True, weights_only=True)"
+        )
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
         raise TypeError(f"{_FORMAT}, with state and param_groups")
     groups = source["param_groups"]

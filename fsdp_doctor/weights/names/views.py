@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from fsdp_doctor.text import join_some
-from fsdp_doctor.weights.fsdp.shards import LocalPart, Slices, compute_row_major_strides
+from fsdp_doctor.weights.fsdp.shards import LocalPart, Slices
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 
 _MOST_NAMES = 10
 

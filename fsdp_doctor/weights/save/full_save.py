@@ -36,6 +36,7 @@ from fsdp_doctor.weights.extract.local import (
 from fsdp_doctor.weights.extract.plan import Arguments, describe_plan
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype
 from fsdp_doctor.weights.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.weights.load.agreement import announce_early_errors
@@ -46,7 +47,7 @@ from fsdp_doctor.weights.save.writing import MOST_THREADS, TensorInFile, Writer
 from fsdp_doctor.weights.transport.agreement import ComparedPlan
 from fsdp_doctor.weights.transport.deltas import Delta
 from fsdp_doctor.weights.transport.host_copies import count_threads
-from fsdp_doctor.weights.transport.sources import Source, TensorSpec, list_specs, name_dtype
+from fsdp_doctor.weights.transport.sources import Source, TensorSpec, list_specs
 from fsdp_doctor.weights.transport.streams import wait_for_device
 
 # The habit of the Hub.

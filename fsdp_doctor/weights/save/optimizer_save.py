@@ -29,7 +29,7 @@ from fsdp_doctor.weights.extract.local import ShardPlace
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.weights.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
-from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.load.agreement import announce_early_errors
 from fsdp_doctor.weights.load.layouts import InFlatParameter, Whole
 from fsdp_doctor.weights.load.optimizer_matching import OptimizerParameter, ParameterPart, StateForm, list_parameters

@@ -9,7 +9,8 @@ import torch
 
 from fsdp_doctor.weights.extract.local import ShardPlace
 from fsdp_doctor.weights.fingerprints.summing import divide_shard_into_parts
-from fsdp_doctor.weights.fsdp.shards import LocalPart, Stretches, compute_row_major_strides
+from fsdp_doctor.weights.fsdp.shards import LocalPart, Stretches
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 
 
 class FileRange(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsdp_doctor.text import join_some, read_first_line
+from fsdp_doctor.text import format_count, join_some, read_first_line
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.transport.rank_groups import Comparison
 
@@ -248,7 +248,8 @@ class Agreement:
         self._keys = _leftover.pop(self._ranks, self._keys)
 
     def _make_leaving_answer(self, why: str) -> str:
-        after = f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
+        count = format_count(self._buckets, "bucket")
+        after = f"left after {count}" if self._buckets else "left before the first bucket"
         return f"{_LEFT}:rank {self._rank} {after if self._verb == 'extract' else 'failed'}: {why}"
 
     def _heed_interrupt(self) -> None:

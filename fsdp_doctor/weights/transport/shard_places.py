@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from typing_extensions import assert_never
 
-from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part, compute_row_major_strides
+from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows, Source, TensorSpec
 
 

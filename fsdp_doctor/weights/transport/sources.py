@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp_doctor.checkpoints.dtypes import NAME_OF_CODE
 from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype as name_dtype
 from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
 
@@ -124,28 +124,6 @@ Source: TypeAlias = Plain | Rows | Placed | FlatUnit
 
 def list_specs(source: Source) -> list[TensorSpec]:
     return [span.spec for span in source.spans] if isinstance(source, FlatUnit) else [source.spec]
-
-
-def name_dtype(dtype: torch.dtype) -> str:
-    """Returns torch's name of a dtype without ``torch.``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def check_dtype(dtype: object) -> None:
-    """Raises TypeError unless ``dtype`` is None or a dtype of torch. The error says which dtype a text may mean."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return
-    meant = find_meant_dtype(dtype) if isinstance(dtype, str) else None
-    suggestion = f" (did you mean {meant}?)" if meant is not None else ""
-    raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}{suggestion}")
-
-
-def find_meant_dtype(word: str) -> torch.dtype | None:
-    """Finds the dtype that a word such as ``bf16``, ``fp16`` or ``torch.half`` means; None if it means none."""
-    name = word.removeprefix("torch.").lower()
-    # As in safetensors: bf16, and fp16 for f16.
-    meant = getattr(torch, NAME_OF_CODE.get(name.replace("fp", "f").upper(), name), None)
-    return meant if isinstance(meant, torch.dtype) else None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from program import ROOT
 
-from fsdp_doctor.weights.fingerprints import summing
+from fsdp_doctor.weights.fingerprints import block_fingerprints, summing
 from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
 from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.weights.fingerprints.summing import TensorPart
@@ -106,8 +106,8 @@ def test_copies_of_noncontiguous_tensors_are_not_all_held_until_one_launch(
     whole = torch.zeros(16, 128)
     columns = {str(at): whole[:, at::2] for at in (0, 1)} | {"2": whole[:, 1:]}
     given = {name: TensorPart(one, one.shape) if form == "parts" else one for name, one in columns.items()}
-    monkeypatch.setattr(summing, "BlockSums", Counted)
-    monkeypatch.setattr(summing, "_MOST_KEPT_BYTES", 4096)
+    monkeypatch.setattr(block_fingerprints, "BlockSums", Counted)
+    monkeypatch.setattr(block_fingerprints, "_MOST_KEPT_BYTES", 4096)
     summing.fingerprint_tensors(given)
     assert launches == [one.nbytes for one in columns.values()]
     launches.clear()

@@ -412,6 +412,8 @@ def test_an_unknown_kind_of_optimizer_or_source_is_refused_on_every_rank() -> No
             load_optimizer_state(model, optimizer, on_first(source))
     with raises_soon(TypeError, "the optimizer must be"):
         load_optimizer_state(model, None, {})  # type: ignore[arg-type]
+    with raises_soon(TypeError, "not the path step-1/optimizer.pt: pass torch.load('step-1/optimizer.pt', mmap=True"):
+        load_optimizer_state(model, fresh, "step-1/optimizer.pt")  # type: ignore[arg-type]
     for entries, groups in (([1], []), ({}, 3), ({}, [{}]), ({}, [1]), ({}, [{"params": None}])):
         for source in (on_first, _whole):
             kind = LoadError if source is on_first and this_rank() else TypeError

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_doctor.weights.fsdp.shards import compute_part, compute_row_major_strides
+from fsdp_doctor.weights.fsdp.shards import compute_part
+from fsdp_doctor.weights.fsdp.strides import compute_row_major_strides
 from fsdp_doctor.weights.names import NamesError, TensorView
 from fsdp_doctor.weights.names.views import check_one_to_one, find_box
 
