@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from fsdp_doctor.explain.around import Around
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
+from fsdp_doctor.explain.contracts import Contract, read_contract, write_contrast, write_setting
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
@@ -15,34 +18,60 @@ from fsdp_doctor.explain.refusals import read_refusal, read_versions
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str = "") -> Reading | None:
+def read_failure(
+    raised: Raised,
+    versions: Mapping[str, str],
+    call: JobCall | None,
+    told: str = "",
+    around: Around | None = None,
+) -> Reading | None:
     """Returns the facts about one exception; None if neither its message nor its frames show any.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
     told: what the log says in prose, which may name circumstances.
+    around: what stands around the exception.
     """
-    clash, decide, is_vague = _read_clash(raised, versions, call, told)
-    who, when = find_who(raised.frames), find_when(raised.frames)
-    if not (clash or who or when):
+    around = around or Around(told)
+    contract = read_contract(raised, around)
+    clash, decide, is_vague = _read_clash(raised, versions, call, told, contract)
+    is_of_call = contract is not None and clash == contract.clash
+    when = contract.operation.when if contract is not None and is_of_call else find_when(raised.frames)
+    who = find_who(raised.frames)
+    decide = " ".join(filter(None, (decide, write_setting(raised, around), write_contrast(around))))
+    if not (clash or who or when or decide):
         return None
     called = call.where if call is not None else ""
     place = f"{raised.file}, line {raised.line}"
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str) -> tuple[str, str, bool]:
+def _read_clash(
+    raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str, contract: Contract | None
+) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, and then the form of the traceback.
+    A mechanism that the message shows comes first, then what the call needs that failed, and then the form of the
+    traceback. A need that says more than the words of the message comes before the mechanism.
     """
+    if raised.cut:
+        return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
         return *found, False
-    if mechanism_found := _read_mechanism(raised, text, told):
+    if contract is not None and contract.comes_first:
+        return contract.clash, contract.decide, False
+    mechanism_found = _read_mechanism(raised, text, told)
+    if mechanism_found is not None and not mechanism_found[2]:
+        return mechanism_found
+    if contract is not None and (contract.is_shown or contract.is_doubtful):
+        return contract.clash, contract.decide, False
+    if mechanism_found is not None:
         return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
+    if contract is not None:
+        return contract.clash, contract.decide, True
     return "", "", True
 
 
@@ -89,3 +118,26 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
         return None
     place = f"{raised.file}, line {raised.line}"
     return Reading(clash=found[0], decide=found[1], who=find_who(raised.frames), lines=(place,))
+
+
+def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
+    """Adds to a symptom what the circumstances of the log can mean for it, and where the job does not fail."""
+    if symptom is None:
+        return None
+    names, causes = find_causes(around.text, symptom.subjects)
+    named = f" (the log names: {', '.join(names)})" if names else ""
+    decide = " ".join(filter(None, (join_causes(causes), symptom.decide, write_contrast(around))))
+    return replace(symptom, clash=f"{symptom.clash}{named}", decide=decide)
+
+
+def read_hang(around: Around) -> Reading | None:
+    """Returns what the circumstances of a log can mean for a hang; None if it names none."""
+    names, causes = find_causes(around.text, ("hang",))
+    if not names:
+        return None
+    decide = " ".join(filter(None, (join_causes(causes), write_contrast(around))))
+    return Reading(
+        clash=f"ranks that are not in the same collective (the log names: {', '.join(names)})",
+        decide=decide,
+        lines=("the text around the messages",),
+    )

@@ -1,0 +1,211 @@
+"""Reads a failure by the call that failed: what such a call needs, and which of it the log makes doubtful."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from fsdp_doctor.explain.around import Around
+from fsdp_doctor.explain.exceptions import Raised
+from fsdp_doctor.explain.places import find_function, shorten
+from fsdp_doctor.explain.tables import read_table, shows_any
+
+# What a need scores by the message that shows it, by a circumstance in a sentence on where the job does not fail, and
+# by a circumstance that the log names.
+_BY_MESSAGE, _BY_CONTRAST, _BY_CIRCUMSTANCE = 8, 3, 2
+_MOST_NEEDS = 3
+# Words of a job that shards a model, serves it in an engine, or runs on several ranks.
+_SHARDED = re.compile(
+    r"(?i)fsdp|fully[_ ]?shard|dtensor|shard|\branks?\b|distributed|accelerate|verl|v-?llm|sglang|megatron|torchtitan"
+    r"|torchtune|lightning|nemo|skyrl|deepspeed|zero-?[123]|\b\d+ ?x? ?(?:gpus|npus|nodes|[hab]\d00)|torchrun|\btrl\b"
+    r"|rollout|async|litgpt"
+)
+_CALL = re.compile(r"([A-Za-z_]\w*)\(")
+_FILE = re.compile(r'File "(?P<file>[^"]+)"')
+
+
+class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that a call needs. ``contracts.toml`` explains the fields."""
+
+    needs: str
+    decide: str
+    signs: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    first: bool = False
+
+
+class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of sharded training. ``contracts.toml`` explains the fields."""
+
+    name: str
+    when: str
+    need: tuple[Need, ...]
+    places: tuple[str, ...] = ()
+    called: str = ""
+    code: str = ""
+    says: str = ""
+
+
+class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A circumstance that makes a need doubtful. ``contracts.toml`` explains the fields."""
+
+    noun: str
+    shown: tuple[str, ...]
+
+
+class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    circumstance: dict[str, Circumstance]
+    operation: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """A call of the traceback and its needs, the most doubtful first.
+
+    is_shown: whether the message shows that the first need is not met.
+    is_doubtful: whether the log names a circumstance that makes the first need doubtful.
+    comes_first: whether the first need says more than a mechanism of the message.
+    """
+
+    operation: Operation
+    needs: tuple[Need, ...]
+    nouns: tuple[str, ...]
+    is_shown: bool
+    is_doubtful: bool
+    comes_first: bool
+
+    @property
+    def clash(self) -> str:
+        need = self.needs[0]
+        named = f" (the log names: {', '.join(self.nouns)})" if self.nouns else ""
+        if self.is_shown or self.is_doubtful or len(self.needs) == 1:
+            return f"{self.operation.name} needs {need.needs}{named}"
+        listed = "; ".join(f"({number}) {need.needs}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
+        return f"{self.operation.name} needs {listed}"
+
+    @property
+    def decide(self) -> str:
+        if self.is_shown or self.is_doubtful or len(self.needs) == 1:
+            return self.needs[0].decide
+        return " ".join(f"({number}) {need.decide}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
+
+
+@functools.cache
+def read_contracts() -> _Tables:
+    return msgspec.convert(read_table("contracts.toml"), _Tables)
+
+
+def read_contract(raised: Raised, around: Around) -> Contract | None:
+    """Returns the call that failed with what it needs; None if no frame or word shows a call that the table has.
+
+    A need that the message shows comes before one that a circumstance makes doubtful, and the innermost call first.
+    """
+    text = "" if raised.cut else " ".join((*raised.text.split(), raised.asserted))
+    if _SHARDED.search("\n".join((around.text, text, *raised.frames, *raised.code_of.values()))) is None:
+        return None
+    shown = _find_circumstances(raised, around, text)
+    best: tuple[int, int, Operation, Need] | None = None
+    innermost: Operation | None = None
+    for depth, operation in _find_operations(raised, text):
+        innermost = innermost or operation
+        for need in operation.need:
+            score = _score(need, text, shown)
+            if score and (best is None or score - depth > best[0] - best[1]):
+                best = score, depth, operation, need
+    if best is not None:
+        score, _, operation, need = best
+        nouns = tuple(shown[name][0] for name in need.given if name in shown)
+        return Contract(
+            operation=operation,
+            needs=(need, *(other for other in operation.need if other is not need)),
+            nouns=nouns,
+            is_shown=score >= _BY_MESSAGE,
+            is_doubtful=True,
+            comes_first=need.first and score >= _BY_MESSAGE,
+        )
+    if innermost is None:
+        return None
+    return Contract(
+        operation=innermost, needs=innermost.need, nouns=(), is_shown=False, is_doubtful=False, comes_first=False
+    )
+
+
+def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
+    score = _BY_MESSAGE if shows_any(need.signs, text) else 0
+    return score + sum(_BY_CONTRAST if shown[name][1] else _BY_CIRCUMSTANCE for name in need.given[:2] if name in shown)
+
+
+def _find_circumstances(raised: Raised, around: Around, text: str) -> dict[str, tuple[str, bool]]:
+    """Finds the circumstances of the log: by id, the noun and whether a sentence on where it does not fail names it."""
+    frames = (f"{find_function(frame)} {_find_file(frame).rsplit('/', 1)[-1]}" for frame in raised.frames)
+    where = " ".join(("in", *frames)) if any("in __init__" in frame for frame in raised.frames) else " ".join(frames)
+    everything = "\n".join((around.text, text, where, *raised.code_of.values()))
+    contrasts = "\n".join(around.contrasts)
+    return {
+        name: (circumstance.noun, shows_any(circumstance.shown, contrasts))
+        for name, circumstance in read_contracts().circumstance.items()
+        if shows_any(circumstance.shown, everything)
+    }
+
+
+def _find_operations(raised: Raised, text: str) -> Iterator[tuple[int, Operation]]:
+    """Yields the calls that the frames go through with their depth, innermost first, and then those of the message."""
+    operations = read_contracts().operation
+    found: set[str] = set()
+    for depth, frame in enumerate(reversed(raised.frames)):
+        for operation in operations:
+            if operation.name not in found and _is_at(operation, frame, raised.code_of.get(frame, "")):
+                found.add(operation.name)
+                yield min(depth, 5), operation
+    for operation in operations:
+        if operation.says and operation.name not in found and re.search(operation.says, text):
+            yield 0, operation
+
+
+def _is_at(operation: Operation, frame: str, code: str) -> bool:
+    """Returns whether a frame is one of the operation's."""
+    if operation.code and (not code or re.search(operation.code, code) is None):
+        return False
+    if not operation.places and not operation.called:
+        return bool(operation.code)
+    function, file = find_function(frame), _find_file(frame)
+    if operation.called and not file.startswith("torch/") and "/torch/" not in file:
+        # A log may show the call, and not the frame of the function.
+        called = (function, *_CALL.findall(code))
+        if any(re.search(operation.called, name) for name in called):
+            return True
+    return any(_is_in(place, file, function) for place in operation.places)
+
+
+def _is_in(place: str, file: str, function: str) -> bool:
+    path, _, functions = place.partition(":")
+    at = f"/{file}".rfind(f"/{path}")
+    if at < 0 or (not path.endswith("/") and not file.endswith(path)):
+        return False
+    names = [name.strip() for name in functions.split(",") if name.strip()]
+    return not names or function in names
+
+
+def _find_file(frame: str) -> str:
+    match = _FILE.search(frame)
+    return match["file"].replace("\\", "/") if match else ""
+
+
+def write_contrast(around: Around) -> str:
+    """Writes the sentences of the log that say where or since when the job does not fail; empty without any."""
+    if not around.contrasts:
+        return ""
+    said = "; ".join(f'"{shorten(sentence)}"' for sentence in around.contrasts[:2])
+    return f"The log compares ({said}): what differs there decides."
+
+
+def write_setting(raised: Raised, around: Around) -> str:
+    """Writes the setting that chooses the code which failed; empty if none of the settings shares its words."""
+    code: Sequence[str] = [raised.code_of.get(frame, "") for frame in raised.frames[-1:]]
+    if (found := around.find_setting(raised.frames, code)) is None:
+        return ""
+    return f"`{found[0]}` has the words of the code that failed (`{found[1]}`): does it run without this setting?"
