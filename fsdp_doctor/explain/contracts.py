@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -12,11 +12,13 @@ import msgspec
 from fsdp_doctor.explain.around import Around
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.places import find_function, shorten
-from fsdp_doctor.explain.tables import read_table, shows_any
+from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 
 # What a need scores by the message that shows it, by a circumstance in a sentence on where the job does not fail, and
 # by a circumstance that the log names.
-_BY_MESSAGE, _BY_CONTRAST, _BY_CIRCUMSTANCE = 8, 3, 2
+_BY_MESSAGE, _BY_WORD, _BY_CONTRAST, _BY_CIRCUMSTANCE = 9, 5, 3, 2
+# A sign of fewer characters is a word that many messages have.
+_SHORTEST_SIGN = 9
 _MOST_NEEDS = 3
 # Words of a job that shards a model, serves it in an engine, or runs on several ranks.
 _SHARDED = re.compile(
@@ -25,6 +27,9 @@ _SHARDED = re.compile(
     r"|rollout|async|litgpt"
 )
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
+_NAME = re.compile(r"\w+_\w+")
+# How far down a call counts that the text around the exception names.
+_TOLD = 4
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 
 
@@ -45,6 +50,7 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     when: str
     need: tuple[Need, ...]
     places: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
     called: str = ""
     code: str = ""
     says: str = ""
@@ -110,7 +116,7 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
     shown = _find_circumstances(raised, around, text)
     best: tuple[int, int, Operation, Need] | None = None
     innermost: Operation | None = None
-    for depth, operation in _find_operations(raised, text):
+    for depth, operation in _find_operations(raised, text, set(_NAME.findall(around.text))):
         innermost = innermost or operation
         for need in operation.need:
             score = _score(need, text, shown)
@@ -135,7 +141,8 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
 
 
 def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
-    score = _BY_MESSAGE if shows_any(need.signs, text) else 0
+    lengths = [len(match[0]) for sign in need.signs if (match := compile_pattern(sign).search(text))]
+    score = 0 if not lengths else _BY_MESSAGE if max(lengths) >= _SHORTEST_SIGN or need.first else _BY_WORD
     return score + sum(_BY_CONTRAST if shown[name][1] else _BY_CIRCUMSTANCE for name in need.given[:2] if name in shown)
 
 
@@ -152,8 +159,11 @@ def _find_circumstances(raised: Raised, around: Around, text: str) -> dict[str, 
     }
 
 
-def _find_operations(raised: Raised, text: str) -> Iterator[tuple[int, Operation]]:
-    """Yields the calls that the frames go through with their depth, innermost first, and then those of the message."""
+def _find_operations(raised: Raised, text: str, told: Set[str]) -> Iterator[tuple[int, Operation]]:
+    """Yields the calls that the frames go through with their depth, innermost first, and then those of the message.
+
+    told: the words of the text around the exception, which may name a function.
+    """
     operations = read_contracts().operation
     found: set[str] = set()
     for depth, frame in enumerate(reversed(raised.frames)):
@@ -162,15 +172,27 @@ def _find_operations(raised: Raised, text: str) -> Iterator[tuple[int, Operation
                 found.add(operation.name)
                 yield min(depth, 5), operation
     for operation in operations:
-        if operation.says and operation.name not in found and re.search(operation.says, text):
+        if operation.name in found:
+            continue
+        if operation.says and re.search(operation.says, text):
             yield 0, operation
+        elif told and not _name_functions(operation).isdisjoint(told):
+            yield _TOLD, operation
+
+
+@functools.cache
+def _name_functions(operation: Operation) -> frozenset[str]:
+    """Names the operation's functions that no sentence has by chance."""
+    functions = (name.strip() for place in operation.places for name in place.partition(":")[2].split(","))
+    return frozenset(name for name in functions if name.count("_") > 1 or "_state_dict" in name)
 
 
 def _is_at(operation: Operation, frame: str, code: str) -> bool:
     """Returns whether a frame is one of the operation's."""
     if operation.code and (not code or re.search(operation.code, code) is None):
         return False
-    if not operation.places and not operation.called:
+    places = (*operation.places, *operation.older)
+    if not places and not operation.called:
         return bool(operation.code)
     function, file = find_function(frame), _find_file(frame)
     if operation.called and not file.startswith("torch/") and "/torch/" not in file:
@@ -178,7 +200,7 @@ def _is_at(operation: Operation, frame: str, code: str) -> bool:
         called = (function, *_CALL.findall(code))
         if any(re.search(operation.called, name) for name in called):
             return True
-    return any(_is_in(place, file, function) for place in operation.places)
+    return any(_is_in(place, file, function) for place in places)
 
 
 def _is_in(place: str, file: str, function: str) -> bool:

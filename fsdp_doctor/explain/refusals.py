@@ -110,7 +110,14 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
         package = find_package(asking) if asking else ""
     asker = _name_asker(package, versions, asking)
     clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
-    return clash, _decide_versions(package, owner)
+    decide = _decide_versions(package, owner)
+    if raised.type == "ModuleNotFoundError" and "." in name and owner != package:
+        decide += (
+            f" Or the installed {owner} leaves this part out, and the source in its repository has it: does any wheel of "
+            f"{owner} have `{name.replace('.', '/')}`? If not, put the source on PYTHONPATH, or take a release of the "
+            "caller that does not import it."
+        )
+    return clash, decide
 
 
 def _read_required(required: re.Match[str], versions: Mapping[str, str]) -> tuple[str, str]:
