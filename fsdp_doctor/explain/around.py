@@ -90,7 +90,7 @@ class AroundReader:
 
     def end(self) -> Around:
         text = "\n".join(self._lines)
-        return Around(text, tuple(_find_contrasts(text)), tuple(_find_settings(text)))
+        return Around(text, tuple(find_contrasts(text)), tuple(_find_settings(text)))
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def _read_tables() -> _Tables:
     return msgspec.convert(read_table("around.toml"), _Tables)
 
 
-def _find_contrasts(text: str) -> Iterator[str]:
+def find_contrasts(text: str) -> Iterator[str]:
     """Yields the sentences that say where the job does not fail."""
     tables = _read_tables()
     fine = [compile_pattern(pattern) for pattern in tables.fine]

@@ -17,6 +17,8 @@ from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 # What a need scores by the message that shows it, by a circumstance in a sentence on where the job does not fail, and
 # by a circumstance that the log names.
 _BY_MESSAGE, _BY_WORD, _BY_CONTRAST, _BY_CIRCUMSTANCE = 9, 5, 3, 2
+# More for a need whose signs belong to it alone.
+_FIRST = 4
 # A sign of fewer characters is a word that many messages have.
 _SHORTEST_SIGN = 9
 _MOST_NEEDS = 3
@@ -26,6 +28,7 @@ _SHARDED = re.compile(
     r"|torchtune|lightning|nemo|skyrl|deepspeed|zero-?[123]|\b\d+ ?x? ?(?:gpus|npus|nodes|[hab]\d00)|torchrun|\btrl\b"
     r"|rollout|async|litgpt"
 )
+_SENTENCE = re.compile(r"(?<=[.?])\s")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
 _NAME = re.compile(r"\w+_\w+")
 # How far down a call counts that the text around the exception names.
@@ -97,7 +100,8 @@ class Contract:
     def decide(self) -> str:
         if self.is_shown or self.is_doubtful or len(self.needs) == 1:
             return self.needs[0].decide
-        return " ".join(f"({number}) {need.decide}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
+        listed = (_SENTENCE.split(need.decide, maxsplit=1)[0] for need in self.needs[:_MOST_NEEDS])
+        return " ".join(f"({number}) {decide}" for number, decide in enumerate(listed, 1))
 
 
 @functools.cache
@@ -130,7 +134,8 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
             needs=(need, *(other for other in operation.need if other is not need)),
             nouns=nouns,
             is_shown=score >= _BY_MESSAGE,
-            is_doubtful=True,
+            # A word that many messages have is no sign by itself.
+            is_doubtful=score != _BY_WORD,
             comes_first=need.first and score >= _BY_MESSAGE,
         )
     if innermost is None:
@@ -142,7 +147,8 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
 
 def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
     lengths = [len(match[0]) for sign in need.signs if (match := compile_pattern(sign).search(text))]
-    score = 0 if not lengths else _BY_MESSAGE if max(lengths) >= _SHORTEST_SIGN or need.first else _BY_WORD
+    is_clear = max(lengths, default=0) >= _SHORTEST_SIGN
+    score = 0 if not lengths else _BY_MESSAGE + _FIRST if need.first else _BY_MESSAGE if is_clear else _BY_WORD
     return score + sum(_BY_CONTRAST if shown[name][1] else _BY_CIRCUMSTANCE for name in need.given[:2] if name in shown)
 
 
@@ -214,7 +220,11 @@ def _is_in(place: str, file: str, function: str) -> bool:
 
 def _find_file(frame: str) -> str:
     match = _FILE.search(frame)
-    return match["file"].replace("\\", "/") if match else ""
+    file = match["file"].replace("\\", "/") if match else ""
+    # Where the modules of FSDP2 and DTensor were in older releases.
+    return file.replace("/_composable/fsdp/", "/fsdp/_fully_shard/").replace(
+        "/distributed/_tensor/", "/distributed/tensor/"
+    )
 
 
 def write_contrast(around: Around) -> str:

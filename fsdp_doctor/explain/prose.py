@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from fsdp_doctor.explain.around import find_contrasts
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
@@ -164,7 +165,8 @@ class ProseReader:
                 if not _shows(observation.shown, sentences[at].text) or _shows(observation.unless, sentences[at].text):
                     continue
                 event = _find_event(sentences, at, observation.events)
-                if event is None and observation.needs_event:
+                is_compared = observation.open and any(find_contrasts(text))
+                if event is None and observation.needs_event and not is_compared:
                     continue
                 return self._make_reading(observation, event, sentences[at], text)
         return None
@@ -185,7 +187,8 @@ class ProseReader:
         named = f" (the text names: {', '.join(names)})" if names else ""
         decide = observation.decide_after.get(name, observation.decide)
         place = f"{self._file}, line {sentence.line}"
-        return Reading(clash=f"{clash}{named}", decide=f"{join_causes(causes)} {decide}".strip(), lines=(place,))
+        decide = f"{join_causes(causes)} {decide}".strip()
+        return Reading(clash=f"{clash}{named}", decide=decide, lines=(place,), vague=observation.open)
 
 
 def is_prose(raw: str) -> bool:

@@ -113,9 +113,9 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
     decide = _decide_versions(package, owner)
     if raised.type == "ModuleNotFoundError" and "." in name and owner != package:
         decide += (
-            f" Or the installed {owner} leaves this part out, and the source in its repository has it: does any wheel of "
-            f"{owner} have `{name.replace('.', '/')}`? If not, put the source on PYTHONPATH, or take a release of the "
-            "caller that does not import it."
+            f" Or the installed {owner} leaves this part out, and the source in its repository has it: does any wheel "
+            f"of {owner} have `{name.replace('.', '/')}`? If not, put the source on PYTHONPATH, or take a release of "
+            "the caller that does not import it."
         )
     return clash, decide
 

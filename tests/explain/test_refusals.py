@@ -135,7 +135,7 @@ def test_a_lookup_of_an_optimizers_parameter_is_read_as_such(tmp_path: pathlib.P
         *("    name = names_by_number[key]", "KeyError: 0"),
     ]
     reading = _read(tmp_path, *lines)
-    assert "needs a parameter of this model for each one of the optimizer" in reading.clash
+    assert "the optimizer and the model do not have the same parameters" in reading.clash
     assert "examine(model, optimizer)" in reading.decide
 
 
