@@ -16,7 +16,7 @@ from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 
 # What a need scores by the message that shows it, by a circumstance in a sentence on where the job does not fail, and
 # by a circumstance that the log names.
-_BY_MESSAGE, _BY_WORD, _BY_CONTRAST, _BY_CIRCUMSTANCE = 9, 5, 3, 2
+_BY_MESSAGE, _BY_WORD, _BY_CONTRAST, _BY_CIRCUMSTANCE = 9, 1, 3, 2
 # More for a need whose signs belong to it alone.
 _FIRST = 4
 # A sign of fewer characters is a word that many messages have.
@@ -31,6 +31,8 @@ _SHARDED = re.compile(
 _SENTENCE = re.compile(r"(?<=[.?])\s")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
 _NAME = re.compile(r"\w+_\w+")
+# Names of functions with so many characters count in a message, and in the text around the exception.
+_NAMED_IN_MESSAGE, _NAMED_IN_TEXT = 11, 16
 # How far down a call counts that the text around the exception names.
 _TOLD = 4
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
@@ -67,6 +69,7 @@ class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    generic: tuple[str, ...]
     circumstance: dict[str, Circumstance]
     operation: tuple[Operation, ...]
 
@@ -135,7 +138,7 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
             nouns=nouns,
             is_shown=score >= _BY_MESSAGE,
             # A word that many messages have is no sign by itself.
-            is_doubtful=score != _BY_WORD,
+            is_doubtful=score > _BY_WORD,
             comes_first=need.first and score >= _BY_MESSAGE,
         )
     if innermost is None:
@@ -146,9 +149,9 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
 
 
 def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
-    lengths = [len(match[0]) for sign in need.signs if (match := compile_pattern(sign).search(text))]
-    is_clear = max(lengths, default=0) >= _SHORTEST_SIGN
-    score = 0 if not lengths else _BY_MESSAGE + _FIRST if need.first else _BY_MESSAGE if is_clear else _BY_WORD
+    found = [match[0].lower() for sign in need.signs if (match := compile_pattern(sign).search(text))]
+    is_clear = any(len(sign) >= _SHORTEST_SIGN and not shows_any(read_contracts().generic, sign) for sign in found)
+    score = 0 if not found else _BY_MESSAGE + _FIRST if need.first else _BY_MESSAGE if is_clear else _BY_WORD
     return score + sum(_BY_CONTRAST if shown[name][1] else _BY_CIRCUMSTANCE for name in need.given[:2] if name in shown)
 
 
@@ -180,17 +183,18 @@ def _find_operations(raised: Raised, text: str, told: Set[str]) -> Iterator[tupl
     for operation in operations:
         if operation.name in found:
             continue
-        if operation.says and re.search(operation.says, text):
+        named = _name_functions(operation, _NAMED_IN_MESSAGE).intersection(_NAME.findall(text))
+        if named or (operation.says and re.search(operation.says, text)):
             yield 0, operation
-        elif told and not _name_functions(operation).isdisjoint(told):
+        elif not _name_functions(operation, _NAMED_IN_TEXT).isdisjoint(told):
             yield _TOLD, operation
 
 
 @functools.cache
-def _name_functions(operation: Operation) -> frozenset[str]:
-    """Names the operation's functions that no sentence has by chance."""
+def _name_functions(operation: Operation, shortest: int) -> frozenset[str]:
+    """Names the operation's functions that no text has by chance: those of so many characters and more."""
     functions = (name.strip() for place in operation.places for name in place.partition(":")[2].split(","))
-    return frozenset(name for name in functions if name.count("_") > 1 or "_state_dict" in name)
+    return frozenset(name for name in functions if "_" in name.strip("_") and len(name) >= shortest)
 
 
 def _is_at(operation: Operation, frame: str, code: str) -> bool:

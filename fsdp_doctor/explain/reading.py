@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,21 @@ from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
+_LOOKUPS = frozenset({"AttributeError", "KeyError", "IndexError", "NameError", "TypeError", "ImportError"})
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
+
+
+# What a message tells its reader to do, at the beginning of a sentence, and what every message tells.
+_ADVICE = re.compile(
+    r"(?:^|(?<=[.!?:;] )|(?<=\n))(?:[Pp]lease )?(?:Try|Consider|Change|Set|Pass|Make sure|Ensure|Use|Specify|Install"
+    r"|Upgrade|Disable|Enable|Call|(?<=lease )[a-z]+|You (?:can|should|need to|must|may want to)"
+    r"|To (?:fix|avoid|resolve) this) [^\n]{8,200}?(?:\.(?=\s|$)|$)",
+    re.MULTILINE,
+)
+_BOILERPLATE = re.compile(
+    r"(?i)report|file (?:an?|the) |open (?:an?|the) |issue|TORCH_USE_CUDA_DSA|CUDA_LAUNCH_BLOCKING|Search for|debugging"
+    r"|HYDRA_FULL|NCCL_DEBUG|documentation|more information|stack ?trace|traceback"
+)
 
 
 def read_failure(
@@ -38,7 +53,9 @@ def read_failure(
     is_of_call = contract is not None and clash == contract.clash
     when = contract.operation.when if contract is not None and is_of_call else find_when(raised.frames)
     who = find_who(raised.frames)
-    decide = " ".join(filter(None, (decide, write_setting(raised, around), write_contrast(around))))
+    decide = " ".join(
+        filter(None, (decide, _write_advice(raised), write_setting(raised, around), write_contrast(around)))
+    )
     if not (clash or who or when or decide):
         return None
     called = call.where if call is not None else ""
@@ -64,7 +81,9 @@ def _read_clash(
     mechanism_found = _read_mechanism(raised, text, told)
     if mechanism_found is not None and not mechanism_found[2]:
         return mechanism_found
-    if contract is not None and (contract.is_shown or contract.is_doubtful):
+    # A lookup says more by itself than a circumstance does.
+    is_lookup = raised.type in _LOOKUPS
+    if contract is not None and (contract.is_shown or (contract.is_doubtful and not is_lookup)):
         return contract.clash, contract.decide, False
     if mechanism_found is not None:
         return mechanism_found
@@ -73,6 +92,12 @@ def _read_clash(
     if contract is not None:
         return contract.clash, contract.decide, True
     return "", "", True
+
+
+def _write_advice(raised: Raised) -> str:
+    """Writes what the message itself advises; empty if it advises nothing of use."""
+    advice = next((match for match in _ADVICE.finditer(raised.message) if not _BOILERPLATE.search(match[0])), None)
+    return f'The message advises: "{shorten(advice[0].strip())}".' if advice else ""
 
 
 def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:

@@ -173,3 +173,39 @@ def test_a_hang_names_the_part_that_some_ranks_leave_out(tmp_path: pathlib.Path)
     )
     reading = _read(tmp_path, "Some of the batches have no images.", timeout)
     assert "leaves the tower out" in reading.decide
+
+
+def test_a_lookup_says_more_than_a_circumstance(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/accelerate/accelerator.py", "prepare", "self._prepare_one(model)")
+    inner = _frame(f"{_SITE}/torch/nn/modules/module.py", "__getattr__", "raise AttributeError(message)")
+    raised = "AttributeError: 'LlamaForCausalLM' object has no attribute 'hf_quantizer'"
+    reading = _read(tmp_path, "qlora under fsdp", BEGIN, *place, *inner, raised)
+    assert "asks an object of the class LlamaForCausalLM for hf_quantizer" in reading.clash
+
+
+def test_what_the_message_advises_is_said_but_not_its_boilerplate(tmp_path: pathlib.Path) -> None:
+    raised = "ValueError: fully_shard doesn't support scalar parameters. Change scale_input to a 1D tensor."
+    assert 'The message advises: "Change scale_input to a 1D tensor."' in _read(tmp_path, raised).decide
+    reported = "RuntimeError: fully_shard is broken. Please report this issue to the developers of FSDP."
+    assert "The message advises" not in _read(tmp_path, reported).decide
+
+
+@pytest.mark.parametrize(
+    ("told", "raised", "words"),
+    [
+        ("On a single GPU it dies, on 2 GPUs it trains.",
+         "RuntimeError: Input type (c10::BFloat16) and bias type (float) should be the same", "not applied on one rank"),
+        ("torch 2.13", "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be "
+         "the same", "was offloaded or never moved"),
+    ],
+    ids=["one rank", "device"],
+)  # fmt: skip
+def test_types_of_input_and_weight_are_told_apart(tmp_path: pathlib.Path, told: str, raised: str, words: str) -> None:
+    assert words in _read(tmp_path, told, raised).decide
+
+
+def test_the_optimizers_step_is_read_with_its_three_dtypes(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/torch/optim/adamw.py", "_single_tensor_adamw", "exp_avg.lerp_(grad, 1 - beta1)")
+    raised = "RuntimeError: expected dtype float for `end` but got dtype c10::BFloat16"
+    reading = _read(tmp_path, "FSDP", BEGIN, *place, raised)
+    assert "a parameter, its gradient and its state are not of one dtype: float and c10::BFloat16" in reading.clash
