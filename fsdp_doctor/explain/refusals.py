@@ -77,6 +77,9 @@ _FSDP1_NAMES = frozenset({
 })  # fmt: skip
 
 
+_CONTAINERS = frozenset({"list", "tuple", "dict", "set", "generator"})
+
+
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
     """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
     if required := _REQUIRED.search(raised.message):
@@ -164,9 +167,12 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
     if not raised.frames:
         return _read_bare_refusal(raised)
+    innermost = raised.frames[-1]
+    if call is None and (attribute := _ATTRIBUTE.match(raised.text)):
+        # The log has no frame outside of the package that asks.
+        call = JobCall(_write_place(innermost), raised.code_of.get(innermost, ""), "", find_package(innermost), 0)
     if call is None:
         return _read_own_operation(raised)
-    innermost = raised.frames[-1]
     code = raised.code_of.get(innermost, "")
     is_deliberate = bool(_DELIBERATE.match(code)) or (not code and raised.type in _OF_CHECKS)
     inside = find_function(innermost)
@@ -242,6 +248,13 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tup
     )
     code = raised.code_of.get(asking, "")
     asked = f" (`{shorten(code)}`)" if code else ""
+    if owner in _CONTAINERS:
+        inside = find_function(asking)
+        return (
+            f"a {owner} stands where `{inside}` takes one object: it is asked for {name}{asked}",
+            f"Who passes several at once, or the container of them ({call.where})? Pass one, or loop over them; or use "
+            "a release of the function that takes several (`fsdp-doctor env` prints the versions).",
+        )
     if owner == "NoneType":
         inside = find_function(asking)
         return (

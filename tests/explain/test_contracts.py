@@ -15,6 +15,8 @@ from fsdp_doctor.explain.text import render_text
 
 _SITE = "/env/lib/python3.12/site-packages"
 
+_TYPES = "RuntimeError: Input type ({}) and weight type ({}) should be the same"
+
 
 def _read(tmp_path: pathlib.Path, *lines: str) -> Reading:
     reading = explained(tmp_path, *lines).reading
@@ -193,10 +195,9 @@ def test_what_the_message_advises_is_said_but_not_its_boilerplate(tmp_path: path
 @pytest.mark.parametrize(
     ("told", "raised", "words"),
     [
-        ("On a single GPU it dies, on 2 GPUs it trains.",
-         "RuntimeError: Input type (c10::BFloat16) and bias type (float) should be the same", "not applied on one rank"),
-        ("torch 2.13", "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be "
-         "the same", "was offloaded or never moved"),
+        ("On a single GPU it dies, on 2 GPUs it trains.", _TYPES.format("c10::BFloat16", "float"),
+         "not applied on one rank"),
+        ("torch 2.13", _TYPES.format("torch.cuda.FloatTensor", "torch.FloatTensor"), "was offloaded or never moved"),
     ],
     ids=["one rank", "device"],
 )  # fmt: skip
@@ -209,3 +210,10 @@ def test_the_optimizers_step_is_read_with_its_three_dtypes(tmp_path: pathlib.Pat
     raised = "RuntimeError: expected dtype float for `end` but got dtype c10::BFloat16"
     reading = _read(tmp_path, "FSDP", BEGIN, *place, raised)
     assert "a parameter, its gradient and its state are not of one dtype: float and c10::BFloat16" in reading.clash
+
+
+def test_a_container_in_place_of_one_object_is_read_without_the_jobs_frame(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/accelerate/accelerator.py", "no_sync", "model.set_requires_gradient_sync(False)")
+    raised = "AttributeError: 'list' object has no attribute 'set_requires_gradient_sync'"
+    reading = _read(tmp_path, "FSDP2", BEGIN, *place, raised)
+    assert "a list stands where `no_sync` takes one object" in reading.clash
