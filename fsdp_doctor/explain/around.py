@@ -36,6 +36,15 @@ _OFF = frozenset({"false", "none", "null", "0", "no", "off", "disable", "disable
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
+# A checkpoint's directory, by the number of its step, and a configuration's file.
+_DIRECTORY = re.compile(
+    r"(?<![\w./~-])(?:[~.]{0,2}/|(?:[\w.-]+/)*)(?:[\w.-]+/)*"
+    r"(?:checkpoint[-_]?\d+|global_step_?\d+|step[-_]?\d+|iter_\d+|epoch[-_]\d+)(?![\w-])"
+)
+_CONFIG = re.compile(r"(?<![\w./~-])[\w./~-]{1,200}\.ya?ml\b")
+_PLACEHOLDER_OF_DIRECTORY = re.compile(r"(checkpoint verify) DIR(?:ECTORY)?\b")
+
+
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     common: str
     fine: tuple[str, ...]
@@ -135,3 +144,13 @@ def _split_words(name: str) -> frozenset[str]:
 def _share(setting: frozenset[str], name: frozenset[str]) -> bool:
     """Returns whether a setting and a name of the code share a word that few names have."""
     return any(one == other or (len(one) > 5 and other.startswith(one)) for one in setting for other in name)
+
+
+def fill_arguments(decide: str, text: str) -> str:
+    """Writes the checkpoint's directory and the configuration into commands, if the text names one of each."""
+    directories, configs = set(_DIRECTORY.findall(text)), set(_CONFIG.findall(text))
+    if len(directories) == 1:
+        decide = _PLACEHOLDER_OF_DIRECTORY.sub(lambda match: f"{match[1]} {next(iter(directories))}", decide)
+    if len(configs) == 1:
+        decide = decide.replace("fsdp-doctor check CONFIG", f"fsdp-doctor check {next(iter(configs))}")
+    return decide

@@ -28,6 +28,7 @@ _SHARDED = re.compile(
     r"|torchtune|lightning|nemo|skyrl|deepspeed|zero-?[123]|\b\d+ ?x? ?(?:gpus|npus|nodes|[hab]\d00)|torchrun|\btrl\b"
     r"|rollout|async|litgpt"
 )
+_QUOTED = re.compile(r"""(?<!\w)['"`](?P<name>\w+(?:[.:]+\w+)*)['"`]""")
 _SENTENCE = re.compile(r"(?<=[.?])\s")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
 _NAME = re.compile(r"\w+_\w+")
@@ -78,6 +79,7 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Contract:
     """A call of the traceback and its needs, the most doubtful first.
 
+    named: the first name that the message quotes; empty without one.
     is_shown: whether the message shows that the first need is not met.
     is_doubtful: whether the log names a circumstance that makes the first need doubtful.
     comes_first: whether the first need says more than a mechanism of the message.
@@ -85,6 +87,7 @@ class Contract:
 
     operation: Operation
     needs: tuple[Need, ...]
+    named: str
     nouns: tuple[str, ...]
     is_shown: bool
     is_doubtful: bool
@@ -94,14 +97,15 @@ class Contract:
     def clash(self) -> str:
         need = self.needs[0]
         named = f" (the log names: {', '.join(self.nouns)})" if self.nouns else ""
-        if self.is_shown or self.is_doubtful or len(self.needs) == 1:
+        named += f"; the message is about {self.named}" if self.named and self.is_shown else ""
+        if self.is_shown or self.is_doubtful:
             return f"{self.operation.name} needs {need.needs}{named}"
         listed = "; ".join(f"({number}) {need.needs}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
         return f"{self.operation.name} needs {listed}"
 
     @property
     def decide(self) -> str:
-        if self.is_shown or self.is_doubtful or len(self.needs) == 1:
+        if self.is_shown or self.is_doubtful:
             return self.needs[0].decide
         listed = (_SENTENCE.split(need.decide, maxsplit=1)[0] for need in self.needs[:_MOST_NEEDS])
         return " ".join(f"({number}) {decide}" for number, decide in enumerate(listed, 1))
@@ -135,16 +139,23 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
         return Contract(
             operation=operation,
             needs=(need, *(other for other in operation.need if other is not need)),
+            named=match["name"] if (match := _QUOTED.search(raised.message)) else "",
             nouns=nouns,
             is_shown=score >= _BY_MESSAGE,
             # A word that many messages have is no sign by itself.
             is_doubtful=score > _BY_WORD,
             comes_first=need.first and score >= _BY_MESSAGE,
         )
-    if innermost is None:
+    if innermost is None or len(innermost.need) == 1:
         return None
     return Contract(
-        operation=innermost, needs=innermost.need, nouns=(), is_shown=False, is_doubtful=False, comes_first=False
+        operation=innermost,
+        needs=innermost.need,
+        named="",
+        nouns=(),
+        is_shown=False,
+        is_doubtful=False,
+        comes_first=False,
     )
 
 
@@ -159,7 +170,9 @@ def _find_circumstances(raised: Raised, around: Around, text: str) -> dict[str, 
     """Finds the circumstances of the log: by id, the noun and whether a sentence on where it does not fail names it."""
     frames = (f"{find_function(frame)} {_find_file(frame).rsplit('/', 1)[-1]}" for frame in raised.frames)
     where = " ".join(("in", *frames)) if any("in __init__" in frame for frame in raised.frames) else " ".join(frames)
-    everything = "\n".join((around.text, text, where, *raised.code_of.values()))
+    # Torch's own lines name every circumstance that they handle.
+    code = (line for frame, line in raised.code_of.items() if "torch/" not in _find_file(frame))
+    everything = "\n".join((around.text, text, where, *code))
     contrasts = "\n".join(around.contrasts)
     return {
         name: (circumstance.noun, shows_any(circumstance.shown, contrasts))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fsdp_doctor.explain.around import Around
+from fsdp_doctor.explain.around import Around, fill_arguments
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.contracts import Contract, read_contract, write_contrast, write_setting
 from fsdp_doctor.explain.exceptions import Raised
@@ -56,6 +56,7 @@ def read_failure(
     decide = " ".join(
         filter(None, (decide, _write_advice(raised), write_setting(raised, around), write_contrast(around)))
     )
+    decide = fill_arguments(decide, "\n".join((around.text, raised.message)))
     if not (clash or who or when or decide):
         return None
     called = call.where if call is not None else ""
@@ -89,7 +90,8 @@ def _read_clash(
         return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
-    if contract is not None:
+    # What a call needs is a list to go through where the log says nothing else.
+    if contract is not None and not raised.message:
         return contract.clash, contract.decide, True
     return "", "", True
 
@@ -152,7 +154,7 @@ def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
     names, causes = find_causes(around.text, symptom.subjects)
     named = f" (the log names: {', '.join(names)})" if names else ""
     decide = " ".join(filter(None, (join_causes(causes), symptom.decide, write_contrast(around))))
-    return replace(symptom, clash=f"{symptom.clash}{named}", decide=decide)
+    return replace(symptom, clash=f"{symptom.clash}{named}", decide=fill_arguments(decide, around.text))
 
 
 def read_hang(around: Around) -> Reading | None:

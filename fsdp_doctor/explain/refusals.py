@@ -168,7 +168,7 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     if not raised.frames:
         return _read_bare_refusal(raised)
     innermost = raised.frames[-1]
-    if call is None and (attribute := _ATTRIBUTE.match(raised.text)):
+    if call is None and _ATTRIBUTE.match(raised.text) and find_package(innermost) not in ("torch", "python"):
         # The log has no frame outside of the package that asks.
         call = JobCall(_write_place(innermost), raised.code_of.get(innermost, ""), "", find_package(innermost), 0)
     if call is None:

@@ -217,3 +217,19 @@ def test_a_container_in_place_of_one_object_is_read_without_the_jobs_frame(tmp_p
     raised = "AttributeError: 'list' object has no attribute 'set_requires_gradient_sync'"
     reading = _read(tmp_path, "FSDP2", BEGIN, *place, raised)
     assert "a list stands where `no_sync` takes one object" in reading.clash
+
+
+def test_the_logs_own_directory_and_configuration_stand_in_the_commands(tmp_path: pathlib.Path) -> None:
+    told = [
+        "accelerate launch --config_file conf/fsdp2.yaml train.py --resume out/run/checkpoint-200",
+        "After the resume under FSDP the loss jumps.",
+    ]
+    assert "fsdp-doctor checkpoint verify out/run/checkpoint-200" in _read(tmp_path, *told).decide
+    both = _read(tmp_path, *told, "The other one is out/run/checkpoint-300.")
+    assert "fsdp-doctor checkpoint verify DIR" in both.decide
+
+
+def test_a_name_in_the_message_stands_in_the_reading(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/vllm/model_executor/models/utils.py", "_load_module", "raise ValueError(msg)")
+    raised = "ValueError: There is no module or parameter named 'base_model' in Qwen2ForCausalLM"
+    assert "the message is about base_model" in _read(tmp_path, "fsdp", BEGIN, *place, raised).clash
