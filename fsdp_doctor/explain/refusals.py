@@ -77,6 +77,11 @@ _FSDP1_NAMES = frozenset({
 })  # fmt: skip
 
 
+# What Python says of an expression whose values are of the wrong kind.
+_OF_PYTHON = re.compile(
+    r"^TypeError: (?:argument of type '[\w.]+' is not iterable"
+    r"|'[\w.]+' object is not (?:iterable|subscriptable|callable)|unsupported operand type|cannot unpack|can only concatenate|object of type '[\w.]+' has no len)"
+)
 _CONTAINERS = frozenset({"list", "tuple", "dict", "set", "generator"})
 
 
@@ -168,6 +173,8 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     if not raised.frames:
         return _read_bare_refusal(raised)
     innermost = raised.frames[-1]
+    if mistake := _read_mistake(raised, innermost):
+        return mistake
     if call is None and _ATTRIBUTE.match(raised.text) and find_package(innermost) not in ("torch", "python"):
         # The log has no frame outside of the package that asks.
         call = JobCall(_write_place(innermost), raised.code_of.get(innermost, ""), "", find_package(innermost), 0)
@@ -200,6 +207,19 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     if find_who(raised.frames) in _OF_SHARDED:
         examine = " `fsdp_doctor.examine(model)` right before it lists units, dtypes, devices and meshes."
     return clash, f"{asked} in {where}? Compare it with what the message asks for.{examine}"
+
+
+def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
+    """Reads a line of a package that Python itself refuses, whatever the tensors are."""
+    package, code = find_package(innermost), raised.code_of.get(innermost, "")
+    if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
+        return None
+    return (
+        f"the line `{shorten(code)}` of {package} fails by itself: {shorten(raised.message)}",
+        f"Is it a mistake of this release, or a value that the line does not expect (None, a setting of another kind)? "
+        f"`fsdp-doctor env` prints the version of {package}: look whether a newer release has another line there "
+        f"({_write_place(innermost)}), and print the value right before it.",
+    )
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:

@@ -233,3 +233,31 @@ def test_a_name_in_the_message_stands_in_the_reading(tmp_path: pathlib.Path) -> 
     place = _frame(f"{_SITE}/vllm/model_executor/models/utils.py", "_load_module", "raise ValueError(msg)")
     raised = "ValueError: There is no module or parameter named 'base_model' in Qwen2ForCausalLM"
     assert "the message is about base_model" in _read(tmp_path, "fsdp", BEGIN, *place, raised).clash
+
+
+def test_a_name_with_a_wrappers_prefix_is_read_as_such(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/peft/utils/other.py", "adapter_state_dict", "state_dict[key]")
+    raised = "KeyError: '_fsdp_wrapped_module.base_model.model.embed.token_adapter.delta.default'"
+    assert "has the prefix of a wrapper (_fsdp_wrapped_module)" in _read(tmp_path, "FSDP", BEGIN, *place, raised).clash
+
+
+def test_a_line_that_python_refuses_is_the_packages_own(tmp_path: pathlib.Path) -> None:
+    code = "orig = 'cpu' if 'cpu' in next(model.parameters()).device else 'cuda'"
+    place = _frame("/opt/verl/verl/workers/sharding_manager/fsdp_vllm.py", "collect", code)
+    reading = _read(tmp_path, BEGIN, *place, "TypeError: argument of type 'torch.device' is not iterable")
+    assert "of verl fails by itself: argument of type 'torch.device' is not iterable" in reading.clash
+
+
+def test_a_circumstance_that_the_call_implies_shows_no_need(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/torch/_inductor/utils.py", "run", "return model(new_inputs)")
+    reading = _read(tmp_path, "torch.compile under FSDP", BEGIN, *place, "AssertionError: expected size 4096==1024")
+    assert "needs one dtype" not in reading.clash
+
+
+def test_tensor_parallelism_alone_is_no_certain_forward_outside_of_fsdp(tmp_path: pathlib.Path) -> None:
+    place = _frame(f"{_SITE}/torch/nn/modules/linear.py", "forward", "return F.linear(input, self.weight, self.bias)")
+    raised = (
+        "RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
+    )
+    assert explained(tmp_path, 'a model with tp_plan="auto"', BEGIN, *place, raised).grade != "known"
+    assert explained(tmp_path, "a model under fully_shard", BEGIN, *place, raised).grade == "known"
