@@ -80,7 +80,8 @@ _FSDP1_NAMES = frozenset({
 # What Python says of an expression whose values are of the wrong kind.
 _OF_PYTHON = re.compile(
     r"^TypeError: (?:argument of type '[\w.]+' is not iterable"
-    r"|'[\w.]+' object is not (?:iterable|subscriptable|callable)|unsupported operand type|cannot unpack|can only concatenate|object of type '[\w.]+' has no len)"
+    r"|'[\w.]+' object is not (?:iterable|subscriptable|callable)"
+    r"|unsupported operand type|cannot unpack|can only concatenate|object of type '[\w.]+' has no len)"
 )
 _CONTAINERS = frozenset({"list", "tuple", "dict", "set", "generator"})
 
