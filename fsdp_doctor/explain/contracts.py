@@ -28,7 +28,11 @@ _SHARDED = re.compile(
     r"|torchtune|lightning|nemo|skyrl|deepspeed|zero-?[123]|\b\d+ ?x? ?(?:gpus|npus|nodes|[hab]\d00)|torchrun|\btrl\b"
     r"|rollout|async|litgpt"
 )
-_QUOTED = re.compile(r"""(?<!\w)['"`](?P<name>\w+(?:[.:]+\w+)*)['"`]""")
+# A quoted name of a parameter or module: one with dots, or one that the message calls so.
+_QUOTED = re.compile(
+    r"""(?:(?:named|keys?|[Pp]arameter|[Mm]odule|weight|buffer|layer):? \(?['"`](?P<called>\w+(?:\.\w+)*)"""
+    r"""|(?<!\w)['"`](?P<dotted>(?!torch\b|aten\b)[a-z]\w*(?:\.\w+)+))['"`]"""
+)
 _SENTENCE = re.compile(r"(?<=[.?])\s")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
 _NAME = re.compile(r"\w+_\w+")
@@ -79,7 +83,7 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Contract:
     """A call of the traceback and its needs, the most doubtful first.
 
-    named: the first name that the message quotes; empty without one.
+    named: the first parameter or module that the message quotes; empty without one.
     is_shown: whether the message shows that the first need is not met.
     is_doubtful: whether the log names a circumstance that makes the first need doubtful.
     comes_first: whether the first need says more than a mechanism of the message.
@@ -97,7 +101,7 @@ class Contract:
     def clash(self) -> str:
         need = self.needs[0]
         named = f" (the log names: {', '.join(self.nouns)})" if self.nouns else ""
-        named += f"; the message is about {self.named}" if self.named and self.is_shown else ""
+        named += f"; the message names {self.named}" if self.named and self.is_shown else ""
         if self.is_shown or self.is_doubtful:
             return f"{self.operation.name} needs {need.needs}{named}"
         listed = "; ".join(f"({number}) {need.needs}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
@@ -139,7 +143,7 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
         return Contract(
             operation=operation,
             needs=(need, *(other for other in operation.need if other is not need)),
-            named=match["name"] if (match := _QUOTED.search(raised.message)) else "",
+            named=(match["called"] or match["dotted"]) if (match := _QUOTED.search(raised.message)) else "",
             nouns=nouns,
             is_shown=score >= _BY_MESSAGE,
             # A word that many messages have is no sign by itself.

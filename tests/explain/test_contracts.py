@@ -232,7 +232,9 @@ def test_the_logs_own_directory_and_configuration_stand_in_the_commands(tmp_path
 def test_a_name_in_the_message_stands_in_the_reading(tmp_path: pathlib.Path) -> None:
     place = _frame(f"{_SITE}/vllm/model_executor/models/utils.py", "_load_module", "raise ValueError(msg)")
     raised = "ValueError: There is no module or parameter named 'base_model' in Qwen2ForCausalLM"
-    assert "the message is about base_model" in _read(tmp_path, "fsdp", BEGIN, *place, raised).clash
+    assert "the message names base_model" in _read(tmp_path, "fsdp", BEGIN, *place, raised).clash
+    other = "KeyError: a tensor on 'cuda' was not found"
+    assert "the message names" not in _read(tmp_path, "fsdp", BEGIN, *place, other).clash
 
 
 def test_a_name_with_a_wrappers_prefix_is_read_as_such(tmp_path: pathlib.Path) -> None:
