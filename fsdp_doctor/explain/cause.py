@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from fsdp_doctor.explain.around import AroundReader
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
@@ -17,7 +18,13 @@ from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.places import JobCall, RaisingPlace, find_call, find_package, find_raising_place, is_same_place
 from fsdp_doctor.explain.prose import ProseReader
-from fsdp_doctor.explain.reading import read_failure, read_other_failure, read_version_clash
+from fsdp_doctor.explain.reading import (
+    read_failure,
+    read_hang,
+    read_other_failure,
+    read_symptom,
+    read_version_clash,
+)
 from fsdp_doctor.explain.stacks import StackReader, describe_stacks, make_waiting
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.tables import read_table
@@ -322,6 +329,7 @@ class _Logs:
         self._symptom: Reading | None = None
         self._prose: Reading | None = None
         self._told = ""
+        self._around = AroundReader()
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
@@ -342,6 +350,7 @@ class _Logs:
             summaries.read(piece)
             symptoms.read(piece)
             prose.read(piece)
+            self._around.read(piece)
             self._watchdog.read(piece)
             self._stacks.read(piece)
             self._clues.read(piece.text)
@@ -433,14 +442,19 @@ class _Logs:
         about_fsdp: bool,
     ) -> Reading | None:
         """Returns facts about an exception or a symptom; None if the catalogue knows the failure for certain."""
-        if showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
+        around = self._around.end()
+        if any(match.grade == "known" for match in matches):
+            return None
+        if showing == "hang":
+            return read_hang(around)
+        if showing == "consequences":
             return None
         if cause is None:
-            return self._symptom or self._prose
+            return read_symptom(self._symptom or self._prose, around)
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions, self._find_call(cause), self._told)
+        reading = read_failure(cause.first, versions, self._find_call(cause), self._told, around)
         # What a person says of another library's failure may be about anything.
         symptom = self._symptom or (self._prose if about_fsdp and not matches else None)
         if reading is None:

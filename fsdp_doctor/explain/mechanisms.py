@@ -40,6 +40,7 @@ class Reading:
     called: the line of the job that led to the exception; empty if the log does not have it.
     lines: the places in the log from which these facts were read.
     vague: whether a symptom in the same log says more.
+    subjects: what the causes of the log's circumstances are looked up by.
     """
 
     clash: str
@@ -49,6 +50,7 @@ class Reading:
     called: str = ""
     lines: tuple[str, ...] = ()
     vague: bool = False
+    subjects: tuple[str, ...] = ()
 
 
 @functools.cache

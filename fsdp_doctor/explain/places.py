@@ -30,6 +30,7 @@ _WHO = (
     (r"\btorch/nn/utils/clip_grad\.py", "torch's gradient clipping"),
     (r"\btorch/amp/grad_scaler\.py", "torch's gradient scaler"),
     (r"\btorch/nn/modules/module\.py.* in load_state_dict", "the module's load_state_dict"),
+    (r"/src/(?P<name>(?!torch\b)[a-z]\w+)/[\w/]+\.py", ""),
     (rf"/(?P<name>{_FRAMEWORKS})/(?!site-packages)[\w/]+\.py", ""),
     (r"-packages/(?!torch/)(?P<name>\w+)/", ""),
 )
@@ -46,6 +47,7 @@ _WHEN = (
         r"in __setstate__|\btorch/optim/.* in load_state_dict|in from_pretrained|in (?:_?set|_load)_\w*state_dict",
         "a load",
     ),
+    (r"optim\w*\.py.* in state_dict", "a state dict of the optimizer"),
     (
         r"(?:optim|adam|shampoo|muon)\w*(?:/\w+)?\.py.* in (?:__init__|_instantiate\w*|add_param_group)",
         "the construction of the optimizer",

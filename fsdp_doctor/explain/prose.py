@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from fsdp_doctor.explain.around import find_contrasts
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
@@ -23,7 +25,7 @@ _MAX_NAMED = 3
 _NOT_PROSE = re.compile(
     r"\s*(?:\d{2,4}[-/:]\d|\[|\(|\{|\}|<|\||`{3}|File \"|Traceback|at 0x|#\d|import |from \w+ import|def |class "
     r"|return\b|raise |assert |\$ |(?:DEBUG|INFO|WARN\w*|ERROR|CRITICAL|FATAL)\b|[\w.\"'-]{1,60}\s?[:=]\s?[\[{\"'\d-]"
-    r"|\w+(?:\.\w+)*(?:Error|Exception|Warning|Exit|Interrupt)\b|[\w./-]+:\d+|\w+=\S+|\S+\()"
+    r"|\w+(?:\.\w+)*(?:Error|Exception|Warning|Exit|Interrupt)\b|[\w./-]+:\d+|\w+=\S+(?:\s*$|\s+\S+=)|\S+\()"
 )
 _RECORD = re.compile(
     r"(?:^|[\s\[(|-])(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[\])\s:|-]|\bpid=\d|\d{2}:\d{2}:\d{2}|\bFile \"|\d+%\|"
@@ -55,6 +57,15 @@ _ABOUT = re.compile(
 _GAP = r"(?:[^.;!?\n]|\.(?=\S)){0,60}?"
 _WORDS = re.compile(r"<(\w+)>")
 _FAR = 1_000
+# Two figures of which one may be a number of ranks times the other.
+_FIGURE = "<loss>"
+_DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+_MAX_FIGURES = 8
+_EXACTLY = 0.02
+_COUNT = re.compile(
+    r"(?i)(?<![\w.])(?P<before>\d{1,4}) ?x? ?(?:\w+ )?(?:ranks|gpus|devices|processes|workers|nodes|micro-?batches)\b"
+    r"|\b(?:TP|CP|EP|DP|PP|SP|world[_ ]size|dp_\w+|nproc\w*)(?: size)? ?(?:=|of|is)? ?(?P<after>\d{1,4})\b"
+)
 _STRONG = r"\b(?:after|when|while|during|once|upon|on|at|following|since|before|by|in|each|every)\b[^.;,!?\n]{0,25}?"
 
 
@@ -78,6 +89,8 @@ class Observation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     subjects: tuple[str, ...] = ()
     events: tuple[str, ...] = ()
     needs_event: bool = False
+    unless: tuple[str, ...] = ()
+    open: bool = False
     decide_after: Mapping[str, str] = {}
 
 
@@ -122,37 +135,60 @@ class ProseReader:
         if not text or _ABOUT.search(text) is None:
             return None
         sentences = list(_split(self._lines))
+        if found := self._find_factor(sentences, text):
+            return found
         for is_wish in (False, True):
             meant = [at for at, sentence in enumerate(sentences) if bool(_WISH.search(sentence.text)) == is_wish]
             if found := self._find_observation(sentences, meant, text):
                 return found
         return None
 
+    def _find_factor(self, sentences: Sequence[_Sentence], text: str) -> Reading | None:
+        """Reads two figures of a loss or norm, of which one is the other times a number of ranks in the text."""
+        counts = _list_counts(text)
+        observation = next(each for each in _read_tables().observation if each.name == "factor")
+        for sentence in sentences:
+            if not counts or not _shows((_FIGURE,), sentence.text):
+                continue
+            figures = sorted({float(number) for number in _DECIMAL.findall(sentence.text)} - {0.0})
+            for small, large in itertools.combinations(figures[:_MAX_FIGURES], 2):
+                times = round(large / small)
+                if times in counts and abs(large / small - times) < _EXACTLY * times:
+                    told = f"one figure is {times} times the other ({large:g} and {small:g}): {counts[times]}"
+                    return self._make_reading(observation, None, sentence, text, told)
+        return None
+
     def _find_observation(self, sentences: Sequence[_Sentence], meant: Sequence[int], text: str) -> Reading | None:
         """Reads the first observation that one of the meant sentences shows."""
         for observation in _read_tables().observation:
             for at in meant:
-                if not _shows(observation.shown, sentences[at].text):
+                if not _shows(observation.shown, sentences[at].text) or _shows(observation.unless, sentences[at].text):
                     continue
                 event = _find_event(sentences, at, observation.events)
-                if event is None and observation.needs_event:
+                is_compared = observation.open and any(find_contrasts(text))
+                if event is None and observation.needs_event and not is_compared:
                     continue
                 return self._make_reading(observation, event, sentences[at], text)
         return None
 
     def _make_reading(
-        self, observation: Observation, event: JobEvent | None, sentence: _Sentence, text: str
+        self, observation: Observation, event: JobEvent | None, sentence: _Sentence, text: str, told: str = ""
     ) -> Reading:
+        """Writes what an observation can mean.
+
+        told: the clash, if more is known of it than the observation's own sentence says.
+        """
         name = event.name if event is not None else ""
         names, causes = find_causes(
             text, [name if subject == "event" else subject for subject in observation.subjects or (observation.name,)]
         )
         causes = [*causes[:_MAX_NAMED], *observation.causes.get(name, ()), *observation.causes.get("any", ())]
-        clash = f"after {event.phrase}, {observation.clash}" if event is not None else observation.clash
+        clash = told or (f"after {event.phrase}, {observation.clash}" if event is not None else observation.clash)
         named = f" (the text names: {', '.join(names)})" if names else ""
         decide = observation.decide_after.get(name, observation.decide)
         place = f"{self._file}, line {sentence.line}"
-        return Reading(clash=f"{clash}{named}", decide=f"{join_causes(causes)} {decide}".strip(), lines=(place,))
+        decide = f"{join_causes(causes)} {decide}".strip()
+        return Reading(clash=f"{clash}{named}", decide=decide, lines=(place,), vague=observation.open)
 
 
 def is_prose(raw: str) -> bool:
@@ -164,6 +200,16 @@ def is_prose(raw: str) -> bool:
         return False
     words = _WORD.findall(line)
     return len(words) >= _MIN_WORDS and 2 * len(words) >= len(line.split()) and bool(_FUNCTION_WORDS.search(line))
+
+
+def _list_counts(text: str) -> dict[int, str]:
+    """Lists the numbers of ranks that a text names, and the quotients of two, which are those of a dimension."""
+    named = {int(match["before"] or match["after"]) for match in _COUNT.finditer(text)} - {0, 1}
+    counts = dict.fromkeys(named, "the text names this number of ranks or micro-batches")
+    for large, small in itertools.permutations(sorted(named), 2):
+        if large % small == 0 and large // small > 1:
+            counts.setdefault(large // small, f"{large} divided by {small}, of the text's ranks")
+    return counts
 
 
 @functools.cache

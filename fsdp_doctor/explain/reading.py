@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from fsdp_doctor.explain.around import Around, fill_arguments
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
+from fsdp_doctor.explain.contracts import Contract, read_contract, write_contrast, write_setting
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
@@ -12,38 +16,90 @@ from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
+_LOOKUPS = frozenset({"AttributeError", "KeyError", "IndexError", "NameError", "TypeError", "ImportError"})
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-def read_failure(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str = "") -> Reading | None:
+# What a message tells its reader to do, at the beginning of a sentence, and what every message tells.
+_ADVICE = re.compile(
+    r"(?:^|(?<=[.!?:;] )|(?<=\n))(?:[Pp]lease )?(?:Try|Consider|Change|Set|Pass|Make sure|Ensure|Use|Specify|Install"
+    r"|Upgrade|Disable|Enable|Call|(?<=lease )[a-z]+|You (?:can|should|need to|must|may want to)"
+    r"|To (?:fix|avoid|resolve) this) [^\n]{8,200}?(?:\.(?=\s|$)|$)",
+    re.MULTILINE,
+)
+_BOILERPLATE = re.compile(
+    r"(?i)report|file (?:an?|the) |open (?:an?|the) |issue|TORCH_USE_CUDA_DSA|CUDA_LAUNCH_BLOCKING|Search for|debugging"
+    r"|HYDRA_FULL|NCCL_DEBUG|documentation|more information|stack ?trace|traceback"
+)
+
+
+def read_failure(
+    raised: Raised,
+    versions: Mapping[str, str],
+    call: JobCall | None,
+    told: str = "",
+    around: Around | None = None,
+) -> Reading | None:
     """Returns the facts about one exception; None if neither its message nor its frames show any.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
     told: what the log says in prose, which may name circumstances.
+    around: what stands around the exception.
     """
-    clash, decide, is_vague = _read_clash(raised, versions, call, told)
-    who, when = find_who(raised.frames), find_when(raised.frames)
-    if not (clash or who or when):
+    around = around or Around(told)
+    contract = read_contract(raised, around)
+    clash, decide, is_vague = _read_clash(raised, versions, call, told, contract)
+    is_of_call = contract is not None and clash == contract.clash
+    when = contract.operation.when if contract is not None and is_of_call else find_when(raised.frames)
+    who = find_who(raised.frames)
+    decide = " ".join(
+        filter(None, (decide, _write_advice(raised), write_setting(raised, around), write_contrast(around)))
+    )
+    decide = fill_arguments(decide, "\n".join((around.text, raised.message)))
+    if not (clash or who or when or decide):
         return None
     called = call.where if call is not None else ""
     place = f"{raised.file}, line {raised.line}"
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str) -> tuple[str, str, bool]:
+def _read_clash(
+    raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str, contract: Contract | None
+) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, and then the form of the traceback.
+    A mechanism that the message shows comes first, then what the call needs that failed, and then the form of the
+    traceback. A need that says more than the words of the message comes before the mechanism.
     """
+    if raised.cut:
+        return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
         return *found, False
-    if mechanism_found := _read_mechanism(raised, text, told):
+    if contract is not None and contract.comes_first:
+        return contract.clash, contract.decide, False
+    mechanism_found = _read_mechanism(raised, text, told)
+    if mechanism_found is not None and not mechanism_found[2]:
+        return mechanism_found
+    # A lookup says more by itself than a circumstance does.
+    is_lookup = raised.type in _LOOKUPS
+    if contract is not None and (contract.is_shown or (contract.is_doubtful and not is_lookup)):
+        return contract.clash, contract.decide, False
+    if mechanism_found is not None:
         return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
+    # What a call needs is a list to go through where the log says nothing else.
+    if contract is not None and not raised.message:
+        return contract.clash, contract.decide, True
     return "", "", True
+
+
+def _write_advice(raised: Raised) -> str:
+    """Writes what the message itself advises; empty if it advises nothing of use."""
+    advice = next((match for match in _ADVICE.finditer(raised.message) if not _BOILERPLATE.search(match[0])), None)
+    return f'The message advises: "{shorten(advice[0].strip())}".' if advice else ""
 
 
 def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:
@@ -89,3 +145,26 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
         return None
     place = f"{raised.file}, line {raised.line}"
     return Reading(clash=found[0], decide=found[1], who=find_who(raised.frames), lines=(place,))
+
+
+def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
+    """Adds to a symptom what the circumstances of the log can mean for it, and where the job does not fail."""
+    if symptom is None:
+        return None
+    names, causes = find_causes(around.text, symptom.subjects)
+    named = f" (the log names: {', '.join(names)})" if names else ""
+    decide = " ".join(filter(None, (join_causes(causes), symptom.decide, write_contrast(around))))
+    return replace(symptom, clash=f"{symptom.clash}{named}", decide=fill_arguments(decide, around.text))
+
+
+def read_hang(around: Around) -> Reading | None:
+    """Returns what the circumstances of a log can mean for a hang; None if it names none."""
+    names, causes = find_causes(around.text, ("hang",))
+    if not names:
+        return None
+    decide = " ".join(filter(None, (join_causes(causes), write_contrast(around))))
+    return Reading(
+        clash=f"ranks that are not in the same collective (the log names: {', '.join(names)})",
+        decide=decide,
+        lines=("the text around the messages",),
+    )

@@ -77,6 +77,15 @@ _FSDP1_NAMES = frozenset({
 })  # fmt: skip
 
 
+# What Python says of an expression whose values are of the wrong kind.
+_OF_PYTHON = re.compile(
+    r"^TypeError: (?:argument of type '[\w.]+' is not iterable"
+    r"|'[\w.]+' object is not (?:iterable|subscriptable|callable)"
+    r"|unsupported operand type|cannot unpack|can only concatenate|object of type '[\w.]+' has no len)"
+)
+_CONTAINERS = frozenset({"list", "tuple", "dict", "set", "generator"})
+
+
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
     """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
     if required := _REQUIRED.search(raised.message):
@@ -110,7 +119,14 @@ def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str
         package = find_package(asking) if asking else ""
     asker = _name_asker(package, versions, asking)
     clash = f"{asker} asks for {name}, which {_name_with_version(owner, versions)} does not have"
-    return clash, _decide_versions(package, owner)
+    decide = _decide_versions(package, owner)
+    if raised.type == "ModuleNotFoundError" and "." in name and owner != package:
+        decide += (
+            f" Or the installed {owner} leaves this part out, and the source in its repository has it: does any wheel "
+            f"of {owner} have `{name.replace('.', '/')}`? If not, put the source on PYTHONPATH, or take a release of "
+            "the caller that does not import it."
+        )
+    return clash, decide
 
 
 def _read_required(required: re.Match[str], versions: Mapping[str, str]) -> tuple[str, str]:
@@ -157,9 +173,14 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
     if not raised.frames:
         return _read_bare_refusal(raised)
+    innermost = raised.frames[-1]
+    if mistake := _read_mistake(raised, innermost):
+        return mistake
+    if call is None and _ATTRIBUTE.match(raised.text) and find_package(innermost) not in ("torch", "python"):
+        # The log has no frame outside of the package that asks.
+        call = JobCall(_write_place(innermost), raised.code_of.get(innermost, ""), "", find_package(innermost), 0)
     if call is None:
         return _read_own_operation(raised)
-    innermost = raised.frames[-1]
     code = raised.code_of.get(innermost, "")
     is_deliberate = bool(_DELIBERATE.match(code)) or (not code and raised.type in _OF_CHECKS)
     inside = find_function(innermost)
@@ -187,6 +208,19 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     if find_who(raised.frames) in _OF_SHARDED:
         examine = " `fsdp_doctor.examine(model)` right before it lists units, dtypes, devices and meshes."
     return clash, f"{asked} in {where}? Compare it with what the message asks for.{examine}"
+
+
+def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
+    """Reads a line of a package that Python itself refuses, whatever the tensors are."""
+    package, code = find_package(innermost), raised.code_of.get(innermost, "")
+    if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
+        return None
+    return (
+        f"the line `{shorten(code)}` of {package} fails by itself: {shorten(raised.message)}",
+        f"Is it a mistake of this release, or a value that the line does not expect (None, a setting of another kind)? "
+        f"`fsdp-doctor env` prints the version of {package}: look whether a newer release has another line there "
+        f"({_write_place(innermost)}), and print the value right before it.",
+    )
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
@@ -235,6 +269,13 @@ def _read_attribute(owner: str, name: str, raised: Raised, call: JobCall) -> tup
     )
     code = raised.code_of.get(asking, "")
     asked = f" (`{shorten(code)}`)" if code else ""
+    if owner in _CONTAINERS:
+        inside = find_function(asking)
+        return (
+            f"a {owner} stands where `{inside}` takes one object: it is asked for {name}{asked}",
+            f"Who passes several at once, or the container of them ({call.where})? Pass one, or loop over them; or use "
+            "a release of the function that takes several (`fsdp-doctor env` prints the versions).",
+        )
     if owner == "NoneType":
         inside = find_function(asking)
         return (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdp_doctor.explain.devices import DeviceReader
 from fsdp_doctor.explain.figures import CHANGE_WORDS, FIGURE_WORDS, FigureReader
 from fsdp_doctor.explain.keys import compare_keys, find_keys
@@ -123,7 +125,7 @@ class SymptomReader:
             if mechanism.told:
                 self.told = self.told or self._make_reading(Found(*shown, (number,)))
             else:
-                self._find(Found(*shown, (number,)))
+                self._find(Found(*shown, (number,)), mechanism.subjects)
 
     def _read_keys(self, number: int, text: str) -> Found | None:
         """Compares the names of two lists in one line, or in two lines near each other."""
@@ -136,9 +138,9 @@ class SymptomReader:
             return Found(*found, (*([self._keys[1]] if self._keys else []), number))
         return None
 
-    def _find(self, found: Found | None) -> None:
+    def _find(self, found: Found | None, subjects: tuple[str, ...] = ()) -> None:
         if found is not None and self.found is None:
-            self.found = self._make_reading(found)
+            self.found = replace(self._make_reading(found), subjects=subjects)
 
     def _make_reading(self, found: Found) -> Reading:
         lines = tuple(f"{self._file}, line {at}" for at in dict.fromkeys(found.numbers))

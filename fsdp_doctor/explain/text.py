@@ -180,8 +180,9 @@ def _render_heading(explanation: Explanation) -> list[str]:
         return ["The job hung: a collective did not end.", *_name_known_hang(explanation)]
     if cause is None:
         if (symptom := explanation.reading) is not None:
+            read_as = "What its text tells is no known symptom" if symptom.vague else "It can be read as this symptom"
             return [
-                f"There is no exception in the log. It can be read as this symptom: {symptom.clash}.",
+                f"There is no exception in the log. {read_as}: {symptom.clash}.",
                 *_write_decision(symptom),
             ]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE

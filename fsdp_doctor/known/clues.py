@@ -17,7 +17,7 @@ else:
 
 ClueName: TypeAlias = Literal[
     "fsdp", "dtensor", "sharded place", "cpu offload", "unsharded group", "whole parameter", "low-bit optimizer",
-    "another engine", "sharding by transformers",
+    "another engine", "sharding by transformers", "tensor parallelism by transformers",
 ]  # fmt: skip
 
 _TORCH = re.compile(
