@@ -21,8 +21,8 @@ from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem
 from fsdp_doctor.weights.extract import LocalShard, ShardPlace
 from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.dtypes import name_dtype
 from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part
-from fsdp_doctor.weights.transport.sources import name_dtype
 
 YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local shard", "info", "other"]
 

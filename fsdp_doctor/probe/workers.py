@@ -211,14 +211,17 @@ class WorkerProcess:
 
     def stop(self, why: Stop, detail: str) -> None:
         """Ends the worker after its stacks are taken. ``why`` and ``detail`` go into the report."""
-        if self.settled:
-            return
+        if not self.settled:
+            self.report_stop(why, detail)
+            self.kill()
+
+    def report_stop(self, why: Stop, detail: str) -> None:
+        """Takes the worker's stacks, and reports that the worker is stopped. The caller must kill the worker."""
         # Later messages of the worker may only result from being woken for its stack.
         state = _STATE_IN_WORDS.get(self._process_status(), "")
         self._note(stopped=why, stopped_detail=detail, exit_time=time.time(), process_state=state)
         self._ask_for_stacks()
         self._note(stack=shorten_paths(self._stacks.decode(errors="replace")))
-        self.kill()
 
     def kill(self) -> None:
         """Terminates the worker and its processes, then kills those that remain. Returns when the worker has ended."""
@@ -464,10 +467,14 @@ class WorkerGroup:
             if stop := watch.look(
                 records, lambda: any(member.in_trouble for member in self._workers), lambda: self._idle_seconds
             ):
-                # Suspended workers are stopped last: once woken for its stack, a worker would let the others'
-                # collectives finish.
-                for member in sorted(self._workers, key=lambda member: member.suspended):
-                    member.stop(stop.why, stop.detail)
+                # Suspended workers come last: once woken for its stack, a worker would let the others' collectives
+                # finish. No worker is killed before all stacks are taken, because its end would wake those that wait.
+                stopped = [member for member in working if not member.settled]
+                stopped.sort(key=lambda member: member.suspended)
+                for member in stopped:
+                    member.report_stop(stop.why, stop.detail)
+                for member in stopped:
+                    member.kill()
         return [member.make_report() for member in self._workers]
 
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_doctor.weights.fsdp import private
-from fsdp_doctor.weights.fsdp.dtypes import name_dtype as name_dtype
 from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
 
