@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from fsdp_doctor.checkpoints.checks.classes import compare_sides, compare_with_formulas
+from fsdp_doctor.checkpoints.checks.classes import compare_sides, compare_with_formulas, find_lost_outside
 from fsdp_doctor.checkpoints.checks.copies import compare_averages, compare_masters, list_parts
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
 from fsdp_doctor.checkpoints.checks.modules import (
@@ -86,6 +86,7 @@ CHECKS: tuple[_Check, ...] = (
     compare_with_class,
     compare_with_formulas,
     compare_sides,
+    find_lost_outside,
     find_odd_shapes,
     find_missing_tensors,
     find_mixed_dtypes,

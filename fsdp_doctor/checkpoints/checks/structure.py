@@ -29,6 +29,8 @@ from fsdp_doctor.text import join_some
 _OF_EVERY_LAYER = re.compile(
     r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
 )
+# One tensor with a projection of all experts, as transformers 5 has them.
+_ALL_EXPERTS = re.compile(r"\bexperts\.(?:gate_up|gate|up|down)_proj$")
 # Matches a key of config.json that gives the embedding a different width from the layers.
 _TOKEN_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in)\.weight$")
 _EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
@@ -313,10 +315,16 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
     config = evidence.find_model_config(state)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    # LongCat's number omits the experts that return their input.
+    has_one_number = said is not None and "zero_expert_num" not in config
     experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
+    is_cut = state.is_loose or state.is_incomplete or state.arrangement is Arrangement.SHARDED_SAFETENSORS
     for tensor in state.select("model"):
         if found := EXPERT.match(tensor.parameter):
             experts[found["layer"], found["rest"]][int(found["number"])] = tensor
+        elif has_one_number and not is_cut and _holds_all_experts(tensor) and tensor.shape[0] != said:
+            what = f"the tensor has {tensor.shape[0]} experts, but config.json says {said}"
+            yield Symptom(Trouble.EXPERTS, what, tensor.file, tensor.parameter)
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
         expected = said or max(by_number) + 1
@@ -331,6 +339,11 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
             # Experts that were initialized from others are all copies; a single pair is damage.
             is_pair = len(set(sums)) == len(sums) - 1 and len(sums) > 2
             yield Symptom(Trouble.COPIED_TENSOR if is_pair else Trouble.EQUAL_EXPERTS, what, file, name)
+
+
+def _holds_all_experts(tensor: SavedTensor) -> bool:
+    is_named = _ALL_EXPERTS.search(tensor.parameter) is not None
+    return is_named and len(tensor.shape) == 3 and is_floating_point(tensor.dtype)
 
 
 def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:

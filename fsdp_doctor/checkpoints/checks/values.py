@@ -24,6 +24,7 @@ from fsdp_doctor.checkpoints.checks.evidence import (
 )
 from fsdp_doctor.checkpoints.checks.optimizer import OptimizedParameter, name_parameters
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.model_types import find_marks
 from fsdp_doctor.checkpoints.names import EMBEDDING
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
@@ -52,6 +53,7 @@ _PROJECTIONS = re.compile(r"(?P<module>.*\.)(?P<kind>(?:q|k|v|gate|up)_proj|quer
 # A frozen base that is saved with its adapters causes a warning if it is this many times larger and at least this many
 # bytes.
 _TIMES_THE_ADAPTERS, _LARGE_BASE = 10, 64 << 20
+_DORA = re.compile(r"^(?P<module>.*)\.lora_magnitude_vector\b")
 _MASK = re.compile(r"mask|inv_freq")
 
 
@@ -179,6 +181,10 @@ def _find_equal_rows(
         if scan.equal_rows is not None:
             first, after = scan.equal_rows
             found.append((piece, (at + first, at + after), f"these {after - first} rows are equal, bit by bit"))
+        if scan.equal_columns is not None and not is_of_cell:
+            count, one, other = scan.equal_columns
+            what = f"{_FRACTIONS[count]} {other + 1} of the columns equals {_FRACTIONS[count]} {one + 1}, bit by bit"
+            found.append((piece, None, f"{what}, in all rows that were checked"))
         repeated = None if REPEATED_HEADS.search(tensor.parameter) else _find_repeated_block(scan, piece.shape[0])
         if repeated is not None:
             rows, count = repeated
@@ -416,6 +422,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         for tensor in zero if len(zero) * 3 <= len(members) else ():
             what = f"the norm is zero, but {len(members) - len(zero)} of {len(members)} similar norms are not"
             yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
+    yield from _find_zero_last_norm(evidence, state)
     yield from _find_zero_columns(evidence, state)
     for tensor in state.tensors.values():
         scans = evidence.find_scans(tensor)
@@ -430,6 +437,24 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
                 yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
             elif not scan.is_zero and piece.is_contiguous and is_matrix:
                 yield from _judge_zero_runs(evidence, tensor, piece, scan)
+
+
+def _find_zero_last_norm(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds a norm behind the layers that is zero although no norm within the layers is.
+
+    Classes that add 1 to a norm's weight, such as Gemma, may keep such a norm frozen at zero, so this is damage only
+    for known classes.
+    """
+    norms = [each for each in state.select("model") if len(each.shape) == 1 and _NORM.search(each.parameter)]
+    of_layers = [each for each in norms if LAYER.match(each.parameter)]
+    if not of_layers or any(map(evidence.is_zero, of_layers)):
+        return
+    config = evidence.find_model_config(state)
+    is_known = find_marks(config) is not None and not str(config["model_type"]).startswith("gemma")
+    for tensor in norms:
+        if not LAYER.match(tensor.parameter) and evidence.is_zero(tensor):
+            what = f"the norm is zero, but none of the {len(of_layers)} norms of the layers is"
+            yield Symptom(Trouble.ZERO_MATRIX if is_known else Trouble.UNUSUAL, what, tensor.file, tensor.name)
 
 
 def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -517,6 +542,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             what = f"lora_A has {by_half['A'].shape[0]} rows, but lora_B has {by_half['B'].shape[1]} columns"
             yield Symptom(Trouble.SHAPE, what, file, module)
     yield from _find_missing_adapters(state, halves, config)
+    yield from _find_missing_magnitudes(state, halves, config)
     if halves:
         yield from _find_frozen_base(state)
     matrices = [by_half["B"] for by_half in halves.values() if "B" in by_half]
@@ -540,6 +566,18 @@ def _find_frozen_base(state: State) -> Iterator[Symptom]:
     if base >= max(_TIMES_THE_ADAPTERS * adapters, _LARGE_BASE):
         what = f"the frozen base takes {format_bytes(base)}, the adapters {format_bytes(adapters)}"
         yield Symptom(Trouble.FROZEN_BASE, what, tensors[0].file)
+
+
+def _find_missing_magnitudes(
+    state: State, halves: Mapping[str, dict[str, SavedTensor]], config: Mapping[str, Any]
+) -> Iterator[Symptom]:
+    """Finds adapters of DoRA that lack their vector of magnitudes, by adapter_config.json or by the other adapters."""
+    modules = {found["module"] for tensor in state.select("model") if (found := _DORA.match(tensor.parameter))}
+    lacking = sorted(halves.keys() - modules)
+    if lacking and (config.get("use_dora") is True or 2 * len(lacking) <= len(halves)):
+        for module in lacking:
+            what = f"the module has no lora_magnitude_vector, which {len(halves) - len(lacking)} of {len(halves)} have"
+            yield Symptom(Trouble.LORA_PAIR, what, next(iter(halves[module].values())).file, module)
 
 
 def _find_missing_adapters(
