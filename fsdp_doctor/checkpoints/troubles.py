@@ -111,6 +111,12 @@ class Trouble(Enum):
         "warning", "a load returns these values, too", TroubleRemedy.LOOK, "masks contain -inf, weights do not"
     )
     ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", TroubleRemedy.SAVE_AGAIN)
+    ZERO_LAST = Kind(
+        "warning",
+        "a load returns zeros",
+        TroubleRemedy.LOOK,
+        "before training, the last matrix of a small MLP may be zero",
+    )
     ZERO_RANK = Kind("damage", "a load returns zeros for one rank's part", TroubleRemedy.SAVE_AGAIN)
     ZERO_ROWS = Kind(
         "warning", "a load returns zeros", TroubleRemedy.LOOK, "padding of a vocabulary and pruned rows are zero"

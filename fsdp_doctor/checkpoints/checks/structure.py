@@ -33,6 +33,10 @@ _OF_EVERY_LAYER = re.compile(
 _ALL_EXPERTS = re.compile(r"\bexperts\.(?:gate_up|gate|up|down)_proj$")
 # Matches a key of config.json that gives the embedding a different width from the layers.
 _TOKEN_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in)\.weight$")
+# Layers of the text model in a model that also has encoders, whose layers are of other classes.
+_TEXT_STACK = re.compile(r"(?:^|\.)(?:language_model|text_model)\.|^(?:model\.)?layers$")
+# In some classes, such as BLIP-2's, only every second layer attends to the image.
+_CROSS_ATTENTION = re.compile(r"^cross_?att(?:entio)?n\b")
 _EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
 _PROJECTION = re.compile(
     r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\."
@@ -64,6 +68,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     if state.arrangement is Arrangement.RANK_FILES:
         return
     num_empty = sum(not tensor.numel and len(tensor.shape) > 0 for tensor in state.select("model"))
+    shapes = {tensor.parameter: tensor.shape for tensor in state.select("model")}
     of_matrices = {_name_place(tensor.name) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
         name = tensor.parameter
@@ -74,9 +79,14 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             # Some classes have a matrix that pads the width of another one; it may be empty.
             trouble = Trouble.FLAT if LAYER.match(name) or EMBEDDING.search(name) or num_empty > 1 else Trouble.UNUSUAL
             yield Symptom(trouble, "the tensor has no elements", tensor.file, name)
-        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
+        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices and not _is_norm(name, shapes):
             what = f"the tensor is flat, with {tensor.shape[0]} elements, but must be a matrix"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
+
+
+def _is_norm(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether a flat weight has as many elements as its bias: in a list, convolutions may follow norms."""
+    return shapes[name] == shapes.get(f"{name.removesuffix('weight')}bias")
 
 
 def _name_place(name: str) -> str:
@@ -101,7 +111,9 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
                 yield Symptom(
                     Trouble.SHAPE, f"the tensor has {columns} columns, but hidden_size is {hidden}", file, name
                 )
-            if isinstance(vocabulary, int) and rows != vocabulary:
+            # The start token, which is the last one, is never predicted.
+            has_no_start = config.get("model_type") == "imagegpt" and name == "lm_head.weight"
+            if isinstance(vocabulary, int) and rows != vocabulary - has_no_start:
                 is_larger = rows > vocabulary and (rows % 8 == 0 or find_marks(config) is None)
                 trouble = Trouble.PADDED if is_larger else Trouble.SHAPE
                 yield Symptom(trouble, f"the tensor has {rows} rows, but vocab_size is {vocabulary}", file, name)
@@ -144,11 +156,13 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
         odd = [tensor for tensor in tensors if tensor.shape != expected[kind]]
         # The layers are of two kinds, and config.json describes one of them in keys that are not known here.
         is_of_two_kinds = 1 < len(odd) < len(tensors)
+        # Encoders of images and sound may ignore keys of config.json, or have another width before the first layer.
+        may_be_other = "vocab_size" not in config and find_marks(config) is None and "model_type" in config
         for tensor in odd:
             what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} according to config.json"
             is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
-            trouble = Trouble.UNUSUAL if is_of_two_kinds else trouble
+            trouble = Trouble.UNUSUAL if is_of_two_kinds or may_be_other else trouble
             if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
                 trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
             yield Symptom(trouble, what, tensor.file, tensor.parameter)
@@ -215,7 +229,9 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
     """
     config = evidence.find_model_config(state)
     marks = find_marks(config)
-    rests = {found["rest"] for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))}
+    layers = [found for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))]
+    is_composed = isinstance(evidence.checkpoint.find_setting(state.directory, "config.json").get("text_config"), dict)
+    rests = {found["rest"] for found in layers if not is_composed or _TEXT_STACK.search(found["stack"])}
     is_adapted = any("lora_" in rest or "base_layer" in rest for rest in rests)
     if marks is None or not rests or is_adapted or state.is_incomplete:
         return
@@ -233,6 +249,7 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds missing layers, tensors that only one layer lacks, and missing heads, for the model's type."""
     config = evidence.find_model_config(state)
+    outer = evidence.checkpoint.find_setting(state.directory, "config.json")
     names = {tensor.parameter: tensor for tensor in state.select("model")}
     if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
         return
@@ -269,6 +286,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
                 is_unusual = is_staged or (may_differ and not MATRIX.search(rest))
+                is_unusual |= _CROSS_ATTENTION.search(rest) is not None and find_marks(outer) is None
                 yield Symptom(
                     Trouble.UNUSUAL if is_unusual else Trouble.MISSING_TENSOR,
                     "this layer lacks the tensor, but the other layers have it",

@@ -54,6 +54,9 @@ _PROJECTIONS = re.compile(r"(?P<module>.*\.)(?P<kind>(?:q|k|v|gate|up)_proj|quer
 # bytes.
 _TIMES_THE_ADAPTERS, _LARGE_BASE = 10, 64 << 20
 _DORA = re.compile(r"^(?P<module>.*)\.lora_magnitude_vector\b")
+_IN_LIST = re.compile(r"(?P<list>.+)\.(?P<number>\d+)\.\w+")
+# Buffers that bound the values of a module; infinite until they were measured.
+_BOUND = re.compile(r"(?:^|_)(?:max|min)$")
 _MASK = re.compile(r"mask|inv_freq")
 
 
@@ -72,7 +75,8 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
             parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
             what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
             may_be_mask = tensor.last_name != "weight" and state.roles[tensor.path] != "optimizer"
-            is_bad = scan.num_nan or scan.num_inf or not may_be_mask
+            is_bound = tensor.numel == 1 and _BOUND.search(tensor.last_name) is not None
+            is_bad = scan.num_nan or (scan.num_inf and not is_bound) or not may_be_mask
             row = _locate_row(piece, scan.first_bad) if piece.is_contiguous else None
             yield Symptom(
                 Trouble.NONFINITE if is_bad else Trouble.INFINITE, what, piece.file, tensor.name, row, piece.rank
@@ -415,7 +419,8 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
             what = f"the tensor is zero, but {len(members) - len(zero)} of {len(members)} similar tensors are not"
-            yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
+            trouble = Trouble.ZERO_LAST if _is_last_of_its_list(tensor, members) else Trouble.ZERO_MATRIX
+            yield Symptom(trouble, what, tensor.file, tensor.name)
     norms = (tensor for tensor in state.select("model") if len(tensor.shape) == 1 and _NORM.search(tensor.parameter))
     for members in group_families(norms):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
@@ -437,6 +442,17 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
                 yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
             elif not scan.is_zero and piece.is_contiguous and is_matrix:
                 yield from _judge_zero_runs(evidence, tensor, piece, scan)
+
+
+def _is_last_of_its_list(tensor: SavedTensor, members: Iterable[SavedTensor]) -> bool:
+    """Returns whether the tensor is of the last of several single modules in a list, as in an MLP of a detector's head.
+
+    Such an MLP often begins with a last matrix of zeros.
+    """
+    found = _IN_LIST.fullmatch(tensor.name)
+    beside = [other for each in members if (other := _IN_LIST.fullmatch(each.name))]
+    numbers = [int(each["number"]) for each in beside if found is not None and each["list"] == found["list"]]
+    return found is not None and len(numbers) > 1 and int(found["number"]) == max(numbers)
 
 
 def _find_zero_last_norm(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
