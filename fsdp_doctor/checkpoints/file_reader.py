@@ -52,7 +52,7 @@ class FileReader:
         except RefusedPickle as error:
             self.note(Trouble.PICKLE, error.what, path)
         except NotRead as error:
-            self.note(Trouble.UNREAD, error.what, path)
+            self.note(Trouble.FORM, error.what, path)
         except BadFile as error:
             self.note(trouble, error.what, path, error.tensor)
         except OSError as error:

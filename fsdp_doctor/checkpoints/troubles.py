@@ -45,6 +45,7 @@ class TroubleRemedy(Enum):
     REFERENCE = "repair the damaged checkpoint, or name another reference"
     DISTRUST = "open the file only if you trust its author; this restores nothing"
     READABLE = "make the file readable, and run this command again"
+    OTHER_FORM = "save the file in a form that is read, or remove it if nothing needs it, and run this command again"
     WAIT = "run this command again when nothing writes to the file"
     NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"
     ITS_TOOL = "run the tool that is named, and pass its output"
@@ -268,6 +269,7 @@ class Trouble(Enum):
     UNCOMPARED = Kind("refused", "unknown", TroubleRemedy.REFERENCE)
     PICKLE = Kind("refused", "a load without weights_only runs code", TroubleRemedy.DISTRUST)
     UNREAD = Kind("refused", "unknown", TroubleRemedy.READABLE)
+    FORM = Kind("refused", "unknown", TroubleRemedy.OTHER_FORM)
     NOT_READ = Kind("refused", "unknown", TroubleRemedy.SAVE_PLAIN)
     CHANGED = Kind("refused", "a load may mix two saves", TroubleRemedy.WAIT)
     OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", TroubleRemedy.ITS_TOOL)

@@ -141,3 +141,17 @@ def test_a_rank_with_other_settings_of_the_optimizer_is_damage(
     found = verification.verify(directory)
     assert found.answer == "damaged"
     assert [(each.trouble, each.file, each.rank) for each in found.findings] == [("ranks_disagree", file.name, 1)]
+
+
+def test_a_lost_last_shard_is_a_missing_file_by_config_json(tmp_path: pathlib.Path) -> None:
+    """Only config.json tells how many rows there were: the remedy is to restore the file, not to change config.json."""
+    weights = {name: tensor.clone() for name, tensor in make_layers().items()} | {
+        "model.embed_tokens.weight": torch.randn(320, _SIZE)
+    }
+    halves = {name: tensor[: len(tensor) // 2].contiguous() for name, tensor in weights.items()}
+    places = {name: {"saved_offsets": [0, 0]} for name in halves}
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file(halves, file, {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"})
+    config = {"model_type": "llama", "hidden_size": _SIZE, "num_attention_heads": 4, "intermediate_size": _SIZE}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
+    assert find(tmp_path) == ("damaged", {"missing_rank"})

@@ -116,7 +116,14 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
             if isinstance(vocabulary, int) and rows != vocabulary - has_no_start:
                 is_larger = rows > vocabulary and (rows % 8 == 0 or find_marks(config) is None)
                 trouble = Trouble.PADDED if is_larger else Trouble.SHAPE
-                yield Symptom(trouble, f"the tensor has {rows} rows, but vocab_size is {vocabulary}", file, name)
+                what = f"the tensor has {rows} rows, but vocab_size is {vocabulary}"
+                if state.arrangement is Arrangement.SHARDED_SAFETENSORS and rows < vocabulary:
+                    trouble, what, file = (
+                        Trouble.MISSING_RANK,
+                        f"{what}: the last shards are missing",
+                        _name_next(max(state.files)),
+                    )
+                yield Symptom(trouble, what, file, name)
     embedding = next(
         (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
     )
@@ -126,6 +133,11 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
         is_padded = head.shape[1:] == embedding.shape[1:] and abs(head.shape[0] - embedding.shape[0]) < 1024
         yield Symptom(Trouble.PADDED if is_padded else Trouble.SHAPE, what, head.file, head.parameter)
     yield from _compare_projections(state, config)
+
+
+def _name_next(shard: str) -> str:
+    """Names the file of the shard after this one."""
+    return re.sub(r"shard-(\d+)", lambda found: f"shard-{int(found[1]) + 1:0{len(found[1])}}", shard)
 
 
 def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
@@ -164,16 +176,19 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
             trouble = Trouble.UNUSUAL if is_of_two_kinds or may_be_other else trouble
             if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
-                trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
+                what, lost = f"{what}: the last shards are missing", _name_next(max(state.files))
+                yield Symptom(Trouble.MISSING_RANK, what, lost, tensor.parameter)
+                continue
             yield Symptom(trouble, what, tensor.file, tensor.parameter)
 
 
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds tensors whose shape fits neither the other layers nor the rest of their own layer.
 
-    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported.
+    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported. Shards
+    that do not say how many there were may be cut by one that is missing.
     """
-    if state.is_loose:
+    if state.is_loose or state.arrangement is Arrangement.SHARDED_SAFETENSORS:
         return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
     of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
