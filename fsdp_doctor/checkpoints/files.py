@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # Small enough to stay in the processor's cache while it is summed and scanned.
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 19
 
 
 class BadFile(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import zlib
@@ -34,6 +35,8 @@ _LEAST_CODE, _FEWEST_CODES, _LARGEST_INT8, _LARGEST_E4M3 = 16.0, 12, 128.0, 448.
 _FEW_EXPONENTS, _LOOKED_AT = 12, 1024
 # Rows of each chunk that are checked for zero columns, and the fewest rows from which zero columns are reported.
 _ROWS_FOR_COLUMNS, _FEWEST_ROWS = 32, 8
+# Numbers of parts of the columns that are compared with each other.
+_PARTS_OF_COLUMNS = (2, 4, 8)
 # Shorter rows may be equal by chance.
 _SHORTEST_ROW_BYTES = 32
 # Names of fused matrices, and how many distances between equal rows are kept for each: the most frequent ones.
@@ -88,11 +91,12 @@ class SpanScan:
     empty. ``zero_runs`` are at most 1000 ranges of zero bytes that contain a whole page of the file.
 
     The other facts exist for contiguous pieces with two or more dims, in which a row runs along the last dim.
-    ``zero_columns`` (first, after the last) are zero in all rows that were checked. ``equal_rows`` is the longest run
-    of equal rows that are not zero. ``row_sums`` are the CRC-32s of eight rows from each eighth of the piece, None for
-    a row that spans two chunks, and empty if the number of rows is not divisible by 64. ``repeats``, for fused
-    matrices, are the commonest distances between rows with equal first and last bytes, and how many rows repeat at each
-    distance.
+    ``zero_columns`` (first, after the last) are zero in all rows that were checked. ``equal_columns`` are two halves,
+    quarters or eighths of the columns that are equal in all rows that were checked: the number of such parts, and the
+    two. ``equal_rows`` is the longest run of equal rows that are not zero. ``row_sums`` are the CRC-32s of eight rows
+    from each eighth of the piece, None for a row that spans two chunks, and empty if the number of rows is not
+    divisible by 64. ``repeats``, for fused matrices, are the commonest distances between rows with equal first and last
+    bytes, and how many rows repeat at each distance.
     """
 
     nbytes: int
@@ -115,6 +119,7 @@ class SpanScan:
     zero_runs: list[tuple[int, int]] = field(default_factory=list)
     zero_columns: tuple[int, int] | None = None
     equal_rows: tuple[int, int] | None = None
+    equal_columns: tuple[int, int, int] | None = None
     row_sums: tuple[int | None, ...] = ()
     repeats: tuple[tuple[int, int], ...] = ()
     head: bytes = b""
@@ -264,7 +269,9 @@ class _RowScanner:
         self._bytes, self._itemsize = piece.shape[-1] * tensor.itemsize, tensor.itemsize
         self._count = nbytes // self._bytes
         self._is_filled = numpy.zeros(piece.shape[-1], bool)
-        self._num_looked_at = 0
+        self._num_looked_at = self._num_compared = 0
+        # Equal parts of the columns: (the number of parts, one part, an equal part). None before the first row.
+        self._equal_columns: set[tuple[int, int, int]] | None = None
         self._longest = (0, 0)
         self._run = (0, 0)
         step = self._count // (_BLOCKS * _ROWS_OF_BLOCK)
@@ -284,6 +291,8 @@ class _RowScanner:
             looked_at = rows[:: -(-count // _ROWS_FOR_COLUMNS)].copy().view(f"<u{self._itemsize}")
             self._is_filled |= (looked_at << numpy.array(1, looked_at.dtype) != 0).any(0)  # ignores the sign
             self._num_looked_at += len(looked_at)
+        if self._equal_columns is None or self._equal_columns:
+            self._compare_columns(rows[:: -(-count // _ROWS_FOR_COLUMNS)])
         if self._bytes >= _SHORTEST_ROW_BYTES:
             self._find_equal(first, rows)
         if len(self._ends):
@@ -300,6 +309,8 @@ class _RowScanner:
             groups = numpy.split(zero, numpy.flatnonzero(numpy.diff(zero) != 1) + 1)
             longest = max(groups, key=len)
             scan.zero_columns = int(longest[0]), int(longest[-1]) + 1
+        if self._equal_columns and self._num_compared >= _FEWEST_ROWS:
+            scan.equal_columns = min(self._equal_columns)
         begin, end = self._longest
         scan.equal_rows = (begin, end) if end - begin > 1 else None
         scan.row_sums = tuple(self._compared.values())
@@ -312,6 +323,32 @@ class _RowScanner:
         counts = Counter(numpy.diff(order)[is_repeated].tolist())
         return tuple(counts.most_common(_MOST_DISTANCES))
 
+    def _compare_columns(self, rows: _Array) -> None:
+        """Keeps the pairs of equal halves, quarters and eighths of the columns that are equal in these rows, too.
+
+        Rows in which all elements are equal show nothing.
+        """
+        elements = self._bytes // self._itemsize
+        for each in rows:
+            row = each.view(f"<u{self._itemsize}")
+            if (row == row[0]).all():
+                continue
+            self._num_compared += 1
+            if self._equal_columns is None:
+                self._equal_columns = {
+                    (count, one, other)
+                    for count in _PARTS_OF_COLUMNS
+                    if elements % count == 0 and self._bytes // count >= _SHORTEST_ROW_BYTES
+                    for one, other in itertools.combinations(range(count), 2)
+                }
+            self._equal_columns = {
+                (count, one, other)
+                for count, one, other in self._equal_columns
+                if _are_equal_parts(row.reshape(count, -1), one, other)
+            }
+            if not self._equal_columns:
+                return
+
     def _find_equal(self, first: int, rows: _Array) -> None:
         """Finds rows that equal the previous row, by comparing first their first bytes and then all bytes."""
         heads = rows[:, :8].copy().view("<u8")[:, 0]
@@ -322,6 +359,11 @@ class _RowScanner:
                 self._run = begin, first + at + 2
                 if self._run[1] - begin > self._longest[1] - self._longest[0]:
                     self._longest = self._run
+
+
+def _are_equal_parts(parts: _Array, one: int, other: int) -> bool:
+    """Returns whether two parts of a row are equal, and not one element repeated."""
+    return bool((parts[one] == parts[other]).all() and (parts[one] != parts[one][0]).any())
 
 
 def _find_codes(sizes: _Array) -> str:

@@ -48,6 +48,7 @@ class TroubleRemedy(Enum):
         "until then, this restores nothing"
     )
     READABLE = "make the file readable, and run this command again"
+    OTHER_FORM = "save the file in a form that is read, or remove it if nothing needs it, and run this command again"
     WAIT = "run this command again when nothing writes to the file"
     NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"
     ITS_TOOL = "run the tool that is named, and pass its output"
@@ -114,6 +115,12 @@ class Trouble(Enum):
         "warning", "a load returns these values, too", TroubleRemedy.LOOK, "masks contain -inf, weights do not"
     )
     ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", TroubleRemedy.SAVE_AGAIN)
+    ZERO_LAST = Kind(
+        "warning",
+        "a load returns zeros",
+        TroubleRemedy.LOOK,
+        "before training, the last matrix of a small MLP may be zero",
+    )
     ZERO_RANK = Kind("damage", "a load returns zeros for one rank's part", TroubleRemedy.SAVE_AGAIN)
     ZERO_ROWS = Kind(
         "warning", "a load returns zeros", TroubleRemedy.LOOK, "padding of a vocabulary and pruned rows are zero"
@@ -265,6 +272,7 @@ class Trouble(Enum):
     UNCOMPARED = Kind("refused", "unknown", TroubleRemedy.REFERENCE)
     PICKLE = Kind("refused", "a load without weights_only runs code", TroubleRemedy.DISTRUST)
     UNREAD = Kind("refused", "unknown", TroubleRemedy.READABLE)
+    FORM = Kind("refused", "unknown", TroubleRemedy.OTHER_FORM)
     NOT_READ = Kind("refused", "unknown", TroubleRemedy.SAVE_PLAIN)
     CHANGED = Kind("refused", "a load may mix two saves", TroubleRemedy.WAIT)
     OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", TroubleRemedy.ITS_TOOL)

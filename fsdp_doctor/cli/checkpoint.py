@@ -314,8 +314,8 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
     except NamesError as error:
         is_needed = must_know or (needs_class and isinstance(error, ModelClassUnknown))
         if is_needed or not isinstance(error, HubNamesUnknown):
-            raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
-        print(f"the names stay as they were saved: {error}", file=sys.stderr)
+            raise UsageError(escape_controls(f"{error}; --keep-names keeps the names as they are")) from None
+        print(escape_controls(f"the names stay as they were saved: {error}"), file=sys.stderr)
         return {}
 
 
@@ -328,7 +328,7 @@ def _ask_for_order(config: str) -> ParameterOrder | None:
         with _mute_warnings():
             return read_parameter_order(config)
     except NamesError as error:
-        print(f"the order of the optimizer's parameters is not known: {error}", file=sys.stderr)
+        print(escape_controls(f"the order of the optimizer's parameters is not known: {error}"), file=sys.stderr)
         return None
 
 

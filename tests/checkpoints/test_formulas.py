@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from fsdp_doctor.checkpoints.checks.classes import CROSS_ATTENTIONS, SHAPE_FORMULAS, compute_dim
+from fsdp_doctor.checkpoints.checks.classes import CROSS_ATTENTIONS, OUTSIDE_LAYERS, SHAPE_FORMULAS, compute_dim
 
 # Models that have the others in them.
 _AROUND = {
@@ -54,3 +55,10 @@ def test_only_the_decoder_of_a_type_has_cross_attention(model_type: str) -> None
     places = [(name, found) for name in shapes if (found := form.layer.fullmatch(name))]
     crossed = {found["place"] for name, found in places if f".{form.attention}" in name}
     assert crossed == {found["place"] for _, found in places if found["side"] == "decoder"} != set()
+
+
+@pytest.mark.parametrize("model_type", OUTSIDE_LAYERS)
+def test_the_class_of_a_type_has_the_tensors_outside_of_layers(model_type: str) -> None:
+    shapes, _ = make_class(model_type)
+    for pattern in OUTSIDE_LAYERS[model_type]:
+        assert [name for name in shapes if re.search(rf"(?:^|\.){pattern}$", name)], pattern

@@ -181,4 +181,4 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: pathlib.Path, name: 
     os.mkfifo(tmp_path / name)
     found = verify(tmp_path)
     assert (found.answer, {finding.file for finding in found.findings}) == ("cannot be judged", {name}), found.to_text()
-    assert saved.list_troubles(found, "refused") == {"unread"}
+    assert saved.list_troubles(found, "refused") == {"form"}

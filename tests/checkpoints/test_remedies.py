@@ -135,6 +135,7 @@ OF_THE_COMMAND = {
     TroubleRemedy.REFERENCE,
     TroubleRemedy.DISTRUST,
     TroubleRemedy.READABLE,
+    TroubleRemedy.OTHER_FORM,
     TroubleRemedy.WAIT,
     TroubleRemedy.NAME_ANOTHER,
     TroubleRemedy.ITS_TOOL,
@@ -196,6 +197,9 @@ def test_what_is_done_to_the_command_leads_to_an_answer(originals: pathlib.Path,
     assert saved.list_troubles(verify(tmp_path / "hub"), "refused") == {"unread"}
     (tmp_path / "elsewhere").rename(hidden)
     assert verify(tmp_path / "hub").answer == "sound"
+    os.mkfifo(tmp_path / "hub" / "more.pt")
+    assert saved.list_troubles(verify(tmp_path / "hub"), "refused") == {"form"}
+    (tmp_path / "hub" / "more.pt").unlink()
     changing = verify(tmp_path / "hub", progress=lambda *_: os.utime(hidden))
     assert saved.list_troubles(changing, "refused") == {"changed"}
     assert verify(tmp_path / "hub").answer == "sound"

@@ -529,6 +529,19 @@ def test_names_with_control_characters_are_escaped(tmp_path: pathlib.Path) -> No
         assert r"\x1b[2J" in done.stdout + done.stderr
 
 
+def test_a_model_type_with_control_characters_is_escaped(tmp_path: pathlib.Path) -> None:
+    directory, other = tmp_path / "saved", tmp_path / "other"
+    for each, name in ((directory, "a.weight"), (other, "b.weight")):
+        each.mkdir()
+        save_file({name: torch.tensor([1.0])}, each / "model.safetensors")
+    config = {"model_type": "llama\x1b[2J\nsound: fine", "architectures": ["X\x1b[31m"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    for command in (("diff", str(directory), str(other)), ("convert", str(directory), f"{directory}-hf", "--to", "hf")):
+        done = doctor("checkpoint", *command)
+        assert "\x1b" not in done.stdout + done.stderr
+        assert r"\x1b[2J" in done.stderr
+
+
 def test_a_million_tensors_are_refused_in_seconds(tmp_path: pathlib.Path) -> None:
     one = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = b"{" + b",".join(one % number for number in range(1_500_000)) + b"}"

@@ -367,7 +367,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "the last shard missing, beside a config.json": (
         "shards",
         lambda d: (next(d.glob("shard-00002*")).unlink(), saved.LlamaConfig(**saved.SIZES).save_pretrained(d)),
-        "shape",
+        "missing_rank",
     ),
     "no .metadata": ("dcp", lambda d: (d / ".metadata").unlink(), "metadata"),
     "half a .metadata": ("dcp", lambda d: saved.truncate(d / ".metadata", 999), "metadata"),

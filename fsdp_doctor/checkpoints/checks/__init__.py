@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from fsdp_doctor.checkpoints.checks.classes import compare_sides, compare_with_formulas
+from fsdp_doctor.checkpoints.checks.adapters import find_lora
+from fsdp_doctor.checkpoints.checks.classes import compare_sides, compare_with_formulas, find_lost_outside
 from fsdp_doctor.checkpoints.checks.copies import compare_averages, compare_masters, list_parts
+from fsdp_doctor.checkpoints.checks.equal import (
+    find_constants,
+    find_equal_layers,
+    find_equal_projections,
+    find_equal_stacks,
+    find_equal_tensors,
+)
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
 from fsdp_doctor.checkpoints.checks.modules import (
     compare_gates,
@@ -43,17 +51,8 @@ from fsdp_doctor.checkpoints.checks.training_state import (
     judge_settings,
     judge_settings_beside,
 )
-from fsdp_doctor.checkpoints.checks.values import (
-    find_constants,
-    find_equal_layers,
-    find_equal_projections,
-    find_equal_stacks,
-    find_equal_tensors,
-    find_lora,
-    find_nonfinite,
-    find_other_sizes,
-    find_zeros,
-)
+from fsdp_doctor.checkpoints.checks.values import find_nonfinite, find_other_sizes
+from fsdp_doctor.checkpoints.checks.zeros import find_zeros
 from fsdp_doctor.checkpoints.record import State
 from fsdp_doctor.checkpoints.troubles import Symptom
 
@@ -86,6 +85,7 @@ CHECKS: tuple[_Check, ...] = (
     compare_with_class,
     compare_with_formulas,
     compare_sides,
+    find_lost_outside,
     find_odd_shapes,
     find_missing_tensors,
     find_mixed_dtypes,

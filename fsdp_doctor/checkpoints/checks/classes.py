@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
+from fsdp_doctor.checkpoints.checks.evidence import LAYER, CheckpointEvidence
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -89,6 +89,18 @@ SHAPE_FORMULAS: dict[str, tuple[ShapeFormula, ...]] = {
         ("deepseek_v2", "deepseek_v3"), _write_formulas((r"mlp\.gate", ("n_routed_experts", "hidden_size")))
     ),
 }
+_TABLES = r"embeddings\.position_embeddings\.weight", r"embeddings\.token_type_embeddings\.weight"
+_IMAGES = r"embeddings\.cls_token", r"embeddings\.position_embeddings", r"patch_embeddings\.projection\.weight"
+# Names of tensors that are outside of the layers and that every model of the type has.
+OUTSIDE_LAYERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "albert", "electra"), _TABLES),
+    "distilbert": (_TABLES[0],),
+    **dict.fromkeys(("gpt2", "gpt_neo"), (r"wpe\.weight",)),
+    "opt": (r"decoder\.embed_positions\.weight",),
+    "whisper": (r"encoder\.conv1\.weight", r"encoder\.conv2\.weight"),
+    **dict.fromkeys(("vit", "dinov2"), _IMAGES),
+    "deit": (*_IMAGES, r"embeddings\.distillation_token"),
+}
 _OF_T5 = CrossAttention(re.compile(r"(?P<place>(?:.*\.)?(?P<side>encoder|decoder)\.block\.\d+)\..+"), "EncDecAttention")
 _OF_BART = CrossAttention(re.compile(r"(?P<place>(?:.*\.)?(?P<side>encoder|decoder)\.layers\.\d+)\..+"), "encoder_attn")
 CROSS_ATTENTIONS: dict[str, CrossAttention] = {
@@ -110,6 +122,20 @@ def compare_with_formulas(evidence: CheckpointEvidence, state: State) -> Iterato
                     values = ", ".join(f"{key} {config[key]}" for key in dict.fromkeys(keys))
                     what = f"the tensor is {list(tensor.shape)}, but must be {list(expected)} by config.json ({values})"
                     yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
+
+
+def find_lost_outside(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds tensors outside of the layers that the class of config.json always has and that are missing."""
+    config = evidence.checkpoint.find_setting(state.directory, "config.json")
+    needed = OUTSIDE_LAYERS.get(str(config.get("model_type")), ())
+    names = [tensor.parameter for tensor in state.select("model")]
+    is_part = not any(map(LAYER.match, names)) or any("lora_" in name for name in names) or not state.files
+    if "auto_map" in config or is_part or state.is_incomplete or state.is_loose:
+        return
+    for pattern in needed:
+        if not any(re.search(rf"(?:^|\.){pattern}$", name) for name in names):
+            what = f"config.json says {config['model_type']}, which has this tensor, but it is missing"
+            yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], pattern.replace("\\", ""))
 
 
 def compare_sides(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:

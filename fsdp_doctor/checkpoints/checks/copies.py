@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from re import Pattern
 
 import numpy
 
-from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence, Samples
+from fsdp_doctor.checkpoints.checks.evidence import LAYER, CheckpointEvidence, Samples
 from fsdp_doctor.checkpoints.checks.optimizer import name_numbers, name_parameters, read_optimizer
 from fsdp_doctor.checkpoints.names import strip_prefixes, strip_wrappers
 from fsdp_doctor.checkpoints.parts import AVERAGE, MASTER
@@ -73,6 +74,7 @@ def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         for tensor, copy in () if may_be_shards else odd:
             what = f"the average is {list(copy.shape)}, but the model's tensor is {list(tensor.shape)}"
             yield Symptom(Trouble.AVERAGE, what, copy.file, copy.name)
+        yield from _find_layers_not_averaged(evidence, state, average)
         steps = [step for each in _list_beside(evidence, state) for step in _list_steps(evidence, each)]
         sums = [(evidence.find_checksum(tensor), evidence.find_checksum(copy)) for tensor, copy in pairs]
         if (
@@ -88,18 +90,43 @@ def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             evidence.checkpoint.unchecked.append(f"{pairs[0][1].file if pairs else state.directory}: {what}")
 
 
+def _find_layers_not_averaged(
+    evidence: CheckpointEvidence, state: State, average: Mapping[str, SavedTensor]
+) -> Iterator[Symptom]:
+    """Finds layers that an average lacks, although the optimizer trained them and the average has other layers."""
+    layers = {found.group("stack", "number") for name in average if (found := LAYER.match(name))}
+    stacks = {stack for stack, _ in layers}
+    lacking: dict[str, list[str]] = defaultdict(list)
+    for tensor in state.select("model"):
+        found = LAYER.match(tensor.parameter)
+        if found and found["stack"] in stacks and found.group("stack", "number") not in layers:
+            lacking[f"{found['stack']}.{found['number']}"].append(tensor.parameter)
+    trained = _list_trained(evidence, state, 1) if lacking else set()
+    for layer, names in lacking.items():
+        if {*names} & trained:
+            what = f"the average has no tensor of this layer, but it has {len(layers)} other layers"
+            file = next(iter(average.values())).file
+            yield Symptom(Trouble.AVERAGE, f"{what}, and the optimizer trained this one", file, layer)
+
+
+def _list_trained(evidence: CheckpointEvidence, state: State, fewest_steps: int) -> set[str]:
+    """Lists the parameters for which Adam has nonzero moments after at least so many steps."""
+    beside = _list_beside(evidence, state)
+    return {
+        name
+        for each in beside
+        for name, parameter in name_parameters(evidence, each, beside).items()
+        if max(parameter.steps, default=0) >= fewest_steps
+        and "exp_avg" in parameter.tensors
+        and not evidence.is_zero(parameter.tensors["exp_avg"])
+    }
+
+
 def _find_copied_parts(
     evidence: CheckpointEvidence, state: State, pairs: list[tuple[SavedTensor, SavedTensor]]
 ) -> Iterator[Symptom]:
     """Finds matrices of an average that equal the model's, although the optimizer trained them and others differ."""
-    trained = {
-        name
-        for each in _list_beside(evidence, state)
-        for name, parameter in name_parameters(evidence, each, _list_beside(evidence, state)).items()
-        if max(parameter.steps, default=0) >= _MANY_STEPS
-        and "exp_avg" in parameter.tensors
-        and not evidence.is_zero(parameter.tensors["exp_avg"])
-    }
+    trained = _list_trained(evidence, state, _MANY_STEPS)
     sums = [(copy, evidence.find_checksum(tensor), evidence.find_checksum(copy)) for tensor, copy in pairs]
     matrices = [each for each in sums if each[0].parameter in trained and len(each[0].shape) > 1 and None not in each]
     equal = [copy for copy, one, other in matrices if one == other]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from fsdp_doctor.checkpoints.checks.evidence import LAYER, CheckpointEvidence, group_families, name_family
+from fsdp_doctor.checkpoints.checks.evidence import LAYER, CheckpointEvidence, name_family
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.model_types import find_marks
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
@@ -158,9 +158,10 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     for name in tensors:
         if found := LAYER.match(name):
             of_layers[f"{found['stack']}.{found['number']}"].append(name)
-    families = {
-        name_family(members[0]): members for members in group_families(t for t in tensors.values() if len(t.shape) > 0)
-    }
+    families: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in tensors.values():
+        if len(tensor.shape) > 0:
+            families[_name_role(tensor)].append(tensor)
     common = {name: Counter(each.shape for each in members).most_common(1)[0] for name, members in families.items()}
     odd: list[tuple[SavedTensor, tuple[int, ...]]] = []
     for family, members in families.items():
@@ -173,13 +174,18 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         beside = of_layers[f"{layer['stack']}.{layer['number']}"] if layer else []
         bias = tensors.get(f"{tensor.parameter.removesuffix('.weight')}.bias")
         others = [tensors[name] for name in beside if tensors[name] is not tensor and tensors[name] is not bias]
-        is_alone = bool(others) and all(each.shape == common[name_family(each)][0] for each in others)
+        is_alone = bool(others) and all(each.shape == common[_name_role(each)][0] for each in others)
         denies_bias = bias is not None and len(shape) == 2 and bias.shape == shape[:1] != tensor.shape[:1]
         if is_alone or denies_bias:
             what = f"the tensor is {list(tensor.shape)}, but similar tensors are {list(shape)}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
     yield from _compare_with_norms(tensors, {tensor.name for tensor, _ in odd})
     yield from _compare_with_biases(tensors)
+
+
+def _name_role(tensor: SavedTensor) -> str:
+    """Replaces the numbers of layers in a name, but not the digits of w1, w2 and w3, whose shapes differ."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "#", tensor.name)
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdp_doctor.checkpoints.checks.evidence import LAYER, REPEATED_HEADS, CheckpointEvidence, find_rank_file
+from fsdp_doctor.checkpoints.checks.evidence import (
+    GROUP_SETTING,
+    LAYER,
+    REPEATED_HEADS,
+    CheckpointEvidence,
+    find_rank_file,
+)
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import (
@@ -92,6 +98,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     """Finds tensors that some ranks lack, and copies of a tensor that differ between ranks."""
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     yield from _compare_keys(state)
+    yield from _compare_settings(state)
     stages = _find_stages(state)
     if loose := [tensor for tensor in state.tensors.values() if tensor.is_loose] if state.is_loose else []:
         what = f"{len(loose)} of {len(state.tensors)} tensors differ between the ranks: parts, or copies that differ"
@@ -159,6 +166,26 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
         for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
             what = f"this rank lacks {key}, but {len(here)} of {len(ranks)} ranks have it"
             yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)
+
+
+def _compare_settings(state: State) -> Iterator[Symptom]:
+    """Finds settings of the optimizer's groups, such as the learning rate, that differ between the ranks' shards.
+
+    Only files with shards of the same tensors are compared: the ranks of a pipeline may have other groups.
+    """
+    if state.arrangement is not Arrangement.RANK_FILES or not state.tells_layout:
+        return
+    by_name: dict[str, dict[int, float]] = defaultdict(dict)
+    for (path, rank), value in state.values.items():
+        found = GROUP_SETTING.search(name := ".".join(path))
+        if found and not found["key"].startswith("params") and isinstance(value, int | float) and rank is not None:
+            by_name[name][rank] = value
+    for name, by_rank in by_name.items():
+        (common, count), *others = Counter(by_rank.values()).most_common()
+        for rank, value in sorted(by_rank.items()) if others else ():
+            if value != common:
+                what = f"the value is {value:g} on this rank, but {common:g} on {count} of {len(by_rank)} ranks"
+                yield Symptom(Trouble.RANKS_DISAGREE, what, find_rank_file(state, rank), name, rank=rank)
 
 
 def find_copied_rows(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:

@@ -29,8 +29,14 @@ from fsdp_doctor.text import join_some
 _OF_EVERY_LAYER = re.compile(
     r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
 )
+# One tensor with a projection of all experts, as transformers 5 has them.
+_ALL_EXPERTS = re.compile(r"\bexperts\.(?:gate_up|gate|up|down)_proj$")
 # Matches a key of config.json that gives the embedding a different width from the layers.
 _TOKEN_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|shared|embed_in)\.weight$")
+# Layers of the text model in a model that also has encoders, whose layers are of other classes.
+_TEXT_STACK = re.compile(r"(?:^|\.)(?:language_model|text_model)\.|^(?:model\.)?layers$")
+# In some classes, such as BLIP-2's, only every second layer attends to the image.
+_CROSS_ATTENTION = re.compile(r"^cross_?att(?:entio)?n\b")
 _EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
 _PROJECTION = re.compile(
     r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\."
@@ -62,6 +68,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     if state.arrangement is Arrangement.RANK_FILES:
         return
     num_empty = sum(not tensor.numel and len(tensor.shape) > 0 for tensor in state.select("model"))
+    shapes = {tensor.parameter: tensor.shape for tensor in state.select("model")}
     of_matrices = {_name_place(tensor.name) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
         name = tensor.parameter
@@ -72,9 +79,14 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             # Some classes have a matrix that pads the width of another one; it may be empty.
             trouble = Trouble.FLAT if LAYER.match(name) or EMBEDDING.search(name) or num_empty > 1 else Trouble.UNUSUAL
             yield Symptom(trouble, "the tensor has no elements", tensor.file, name)
-        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
+        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices and not _is_norm(name, shapes):
             what = f"the tensor is flat, with {tensor.shape[0]} elements, but must be a matrix"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
+
+
+def _is_norm(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether a flat weight has as many elements as its bias: in a list, convolutions may follow norms."""
+    return shapes[name] == shapes.get(f"{name.removesuffix('weight')}bias")
 
 
 def _name_place(name: str) -> str:
@@ -99,10 +111,19 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
                 yield Symptom(
                     Trouble.SHAPE, f"the tensor has {columns} columns, but hidden_size is {hidden}", file, name
                 )
-            if isinstance(vocabulary, int) and rows != vocabulary:
+            # The start token, which is the last one, is never predicted.
+            has_no_start = config.get("model_type") == "imagegpt" and name == "lm_head.weight"
+            if isinstance(vocabulary, int) and rows != vocabulary - has_no_start:
                 is_larger = rows > vocabulary and (rows % 8 == 0 or find_marks(config) is None)
                 trouble = Trouble.PADDED if is_larger else Trouble.SHAPE
-                yield Symptom(trouble, f"the tensor has {rows} rows, but vocab_size is {vocabulary}", file, name)
+                what = f"the tensor has {rows} rows, but vocab_size is {vocabulary}"
+                if state.arrangement is Arrangement.SHARDED_SAFETENSORS and rows < vocabulary:
+                    trouble, what, file = (
+                        Trouble.MISSING_RANK,
+                        f"{what}: the last shards are missing",
+                        _name_next(max(state.files)),
+                    )
+                yield Symptom(trouble, what, file, name)
     embedding = next(
         (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
     )
@@ -112,6 +133,11 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
         is_padded = head.shape[1:] == embedding.shape[1:] and abs(head.shape[0] - embedding.shape[0]) < 1024
         yield Symptom(Trouble.PADDED if is_padded else Trouble.SHAPE, what, head.file, head.parameter)
     yield from _compare_projections(state, config)
+
+
+def _name_next(shard: str) -> str:
+    """Names the file of the shard after this one."""
+    return re.sub(r"shard-(\d+)", lambda found: f"shard-{int(found[1]) + 1:0{len(found[1])}}", shard)
 
 
 def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
@@ -142,22 +168,27 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
         odd = [tensor for tensor in tensors if tensor.shape != expected[kind]]
         # The layers are of two kinds, and config.json describes one of them in keys that are not known here.
         is_of_two_kinds = 1 < len(odd) < len(tensors)
+        # Encoders of images and sound may ignore keys of config.json, or have another width before the first layer.
+        may_be_other = "vocab_size" not in config and find_marks(config) is None and "model_type" in config
         for tensor in odd:
             what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} according to config.json"
             is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
-            trouble = Trouble.UNUSUAL if is_of_two_kinds else trouble
+            trouble = Trouble.UNUSUAL if is_of_two_kinds or may_be_other else trouble
             if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
-                trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
+                what, lost = f"{what}: the last shards are missing", _name_next(max(state.files))
+                yield Symptom(Trouble.MISSING_RANK, what, lost, tensor.parameter)
+                continue
             yield Symptom(trouble, what, tensor.file, tensor.parameter)
 
 
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds tensors whose shape fits neither the other layers nor the rest of their own layer.
 
-    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported.
+    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported. Shards
+    that do not say how many there were may be cut by one that is missing.
     """
-    if state.is_loose:
+    if state.is_loose or state.arrangement is Arrangement.SHARDED_SAFETENSORS:
         return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
     of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
@@ -213,7 +244,9 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
     """
     config = evidence.find_model_config(state)
     marks = find_marks(config)
-    rests = {found["rest"] for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))}
+    layers = [found for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))]
+    is_composed = isinstance(evidence.checkpoint.find_setting(state.directory, "config.json").get("text_config"), dict)
+    rests = {found["rest"] for found in layers if not is_composed or _TEXT_STACK.search(found["stack"])}
     is_adapted = any("lora_" in rest or "base_layer" in rest for rest in rests)
     if marks is None or not rests or is_adapted or state.is_incomplete:
         return
@@ -231,6 +264,7 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds missing layers, tensors that only one layer lacks, and missing heads, for the model's type."""
     config = evidence.find_model_config(state)
+    outer = evidence.checkpoint.find_setting(state.directory, "config.json")
     names = {tensor.parameter: tensor for tensor in state.select("model")}
     if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
         return
@@ -267,6 +301,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
                 is_unusual = is_staged or (may_differ and not MATRIX.search(rest))
+                is_unusual |= _CROSS_ATTENTION.search(rest) is not None and find_marks(outer) is None
                 yield Symptom(
                     Trouble.UNUSUAL if is_unusual else Trouble.MISSING_TENSOR,
                     "this layer lacks the tensor, but the other layers have it",
@@ -313,10 +348,16 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
     config = evidence.find_model_config(state)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    # LongCat's number omits the experts that return their input.
+    has_one_number = said is not None and "zero_expert_num" not in config
     experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
+    is_cut = state.is_loose or state.is_incomplete or state.arrangement is Arrangement.SHARDED_SAFETENSORS
     for tensor in state.select("model"):
         if found := EXPERT.match(tensor.parameter):
             experts[found["layer"], found["rest"]][int(found["number"])] = tensor
+        elif has_one_number and not is_cut and _holds_all_experts(tensor) and tensor.shape[0] != said:
+            what = f"the tensor has {tensor.shape[0]} experts, but config.json says {said}"
+            yield Symptom(Trouble.EXPERTS, what, tensor.file, tensor.parameter)
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
         expected = said or max(by_number) + 1
@@ -331,6 +372,11 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
             # Experts that were initialized from others are all copies; a single pair is damage.
             is_pair = len(set(sums)) == len(sums) - 1 and len(sums) > 2
             yield Symptom(Trouble.COPIED_TENSOR if is_pair else Trouble.EQUAL_EXPERTS, what, file, name)
+
+
+def _holds_all_experts(tensor: SavedTensor) -> bool:
+    is_named = _ALL_EXPERTS.search(tensor.parameter) is not None
+    return is_named and len(tensor.shape) == 3 and is_floating_point(tensor.dtype)
 
 
 def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
