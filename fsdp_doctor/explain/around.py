@@ -29,7 +29,8 @@ _OF_PROGRAM = re.compile(
 )
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=\S)|\n|;\s|\s--?>\s")
 _SETTING = re.compile(
-    r"(?:^|[\s,({`'\"-])-{0,2}(?P<name>[A-Za-z][\w.-]{2,60}?)['\"`]?(?:\s?[=:]\s?|\s)['\"`]?(?P<value>[\w./:+-]{1,60})"
+    r"(?:^|[\s,({`'\"-])(?P<flag>--)?(?P<name>[A-Za-z][\w.-]{2,60}?)['\"`]?(?:\s?[=:]\s?|(?(flag)\s|(?!)))"
+    r"['\"`]?(?P<value>[\w./:+-]{1,60})"
 )
 _FLAG = re.compile(r"(?:^|[\s`'\"])--(?P<name>[A-Za-z][\w-]{2,60})")
 _OFF = frozenset({"false", "none", "null", "0", "no", "off", "disable", "disabled", "", "-1", "0.0"})
@@ -127,7 +128,7 @@ def _find_settings(text: str) -> Iterator[tuple[str, str]]:
             found.setdefault(match["name"], "")
         for match in _SETTING.finditer(line):
             # A plain word is a setting only as a flag: "loss: 1.2" is none.
-            is_named = f"--{match['name']}" in match[0] or "_" in match["name"]
+            is_named = match["flag"] or "_" in match["name"]
             if is_named and (match["name"] not in found or not found[match["name"]]):
                 found[match["name"]] = match["value"].rstrip(".,:")
         if len(found) > _MAX_SETTINGS:

@@ -66,7 +66,7 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     says: str = ""
 
 
-class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallCircumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A circumstance that makes a need doubtful. ``contracts.toml`` explains the fields."""
 
     noun: str
@@ -75,12 +75,12 @@ class Circumstance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generic: tuple[str, ...]
-    circumstance: dict[str, Circumstance]
+    circumstance: dict[str, CallCircumstance]
     operation: tuple[Operation, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contract:
+class CallContract:
     """A call of the traceback and its needs, the most doubtful first.
 
     named: the first parameter or module that the message quotes; empty without one.
@@ -100,19 +100,22 @@ class Contract:
     @property
     def clash(self) -> str:
         need = self.needs[0]
+        if not (self.is_shown or self.is_doubtful):
+            return f"it fails in {self.operation.name}"
         named = f" (the log names: {', '.join(self.nouns)})" if self.nouns else ""
         named += f"; the message names {self.named}" if self.named and self.is_shown else ""
-        if self.is_shown or self.is_doubtful:
-            return f"{self.operation.name} needs {need.needs}{named}"
-        listed = "; ".join(f"({number}) {need.needs}" for number, need in enumerate(self.needs[:_MOST_NEEDS], 1))
-        return f"{self.operation.name} needs {listed}"
+        return f"{self.operation.name} needs {need.needs}{named}"
 
     @property
     def decide(self) -> str:
         if self.is_shown or self.is_doubtful:
             return self.needs[0].decide
-        listed = (_SENTENCE.split(need.decide, maxsplit=1)[0] for need in self.needs[:_MOST_NEEDS])
-        return " ".join(f"({number}) {decide}" for number, decide in enumerate(listed, 1))
+        # The log shows none of the needs: each is a question.
+        asked = self.needs[:_MOST_NEEDS]
+        needs = "; ".join(f"({number}) {need.needs}" for number, need in enumerate(asked, 1))
+        steps = (_SENTENCE.split(need.decide, maxsplit=1)[0] for need in asked)
+        listed = " ".join(f"({number}) {step}" for number, step in enumerate(steps, 1))
+        return f"This call needs {needs}. The log does not say which of these is missing: {listed}"
 
 
 @functools.cache
@@ -120,7 +123,7 @@ def read_contracts() -> _Tables:
     return msgspec.convert(read_table("contracts.toml"), _Tables)
 
 
-def read_contract(raised: Raised, around: Around) -> Contract | None:
+def read_contract(raised: Raised, around: Around) -> CallContract | None:
     """Returns the call that failed with what it needs; None if no frame or word shows a call that the table has.
 
     A need that the message shows comes before one that a circumstance makes doubtful, and the innermost call first.
@@ -140,7 +143,7 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
     if best is not None:
         score, _, operation, need = best
         nouns = tuple(shown[name][0] for name in need.given if name in shown)
-        return Contract(
+        return CallContract(
             operation=operation,
             needs=(need, *(other for other in operation.need if other is not need)),
             named=(match["called"] or match["dotted"]) if (match := _QUOTED.search(raised.message)) else "",
@@ -152,7 +155,7 @@ def read_contract(raised: Raised, around: Around) -> Contract | None:
         )
     if innermost is None or len(innermost.need) == 1:
         return None
-    return Contract(
+    return CallContract(
         operation=innermost,
         needs=innermost.need,
         named="",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fsdp_doctor.explain.around import Around, fill_arguments
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
-from fsdp_doctor.explain.contracts import Contract, read_contract, write_contrast, write_setting
+from fsdp_doctor.explain.contracts import CallContract, read_contract, write_contrast, write_setting
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
@@ -65,7 +65,7 @@ def read_failure(
 
 
 def _read_clash(
-    raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str, contract: Contract | None
+    raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str, contract: CallContract | None
 ) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 

@@ -32,6 +32,11 @@ _MAX_DEPTH = 8
 _MAX_DEPTH_OF_DEFAULTS = 3
 _WORD = re.compile(r"`(\w+)`|\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")
 _KEYWORD = re.compile(r"\b([a-z]\w*)=(?!=)")
+# Words about an argument that was not given.
+_ABSENT = re.compile(
+    r"(?i)explicit specification|(?:must|needs? to|has to|should) be (?:specified|given|provided|passed)|\bmissing\b"
+    r"|(?:is|are|was) (?:required|not (?:given|specified|provided|passed))"
+)
 _OPTIMIZER = re.compile(r"(?i)optim|param_group|fqn")
 
 # Names of one package that another one, of another version, asks for.
@@ -202,11 +207,16 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
     function = call.function or inside
     argument = _find_argument(call, raised.message)
     named = f"the argument `{argument}`" if argument else "the call"
-    clash = f"`{function}` refuses {named}: {said}" if said else f"`{function}` refuses {named}"
-    asked = f"Which value has `{argument}`" if argument else f"Which arguments does `{function}` get"
     examine = ""
     if find_who(raised.frames) in _OF_SHARDED:
         examine = " `fsdp_doctor.examine(model)` right before it lists units, dtypes, devices and meshes."
+    if argument and _ABSENT.search(raised.message):
+        return (
+            f"`{function}` lacks the argument `{argument}`: {said}",
+            f"Is `{argument}`, or what the message accepts instead of it, given in {where}?{examine}",
+        )
+    clash = f"`{function}` refuses {named}: {said}" if said else f"`{function}` refuses {named}"
+    asked = f"Which value has `{argument}`" if argument else f"Which arguments does `{function}` get"
     return clash, f"{asked} in {where}? Compare it with what the message asks for.{examine}"
 
 

@@ -9,7 +9,9 @@ import re
 import pytest
 from support.written_logs import BEGIN, explained
 
+from fsdp_doctor.explain.around import AroundReader
 from fsdp_doctor.explain.contracts import Operation, read_contracts
+from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.text import render_text
 
@@ -74,11 +76,19 @@ def test_a_cut_log_is_read_by_its_last_call_and_the_circumstance(tmp_path: pathl
     assert "cpu:gloo,cuda:nccl" in reading.decide
 
 
-def test_a_call_whose_log_shows_no_need_lists_what_it_needs(tmp_path: pathlib.Path) -> None:
+def test_a_call_whose_log_shows_no_need_asks_for_each(tmp_path: pathlib.Path) -> None:
     gather = _frame(f"{_SITE}/torch/distributed/tensor/_api.py", "full_tensor", "redist_res = self.redistribute(")
     reading = _read(tmp_path, BEGIN, *gather)
-    assert "needs (1) a process group" in reading.clash
-    assert "(2) all ranks of the tensor's mesh" in reading.clash
+    assert reading.clash == "it fails in a gather of a DTensor"
+    assert "needs (1) a process group" in reading.decide
+    assert "(2) all ranks of the tensor's mesh" in reading.decide
+
+
+def test_a_word_after_a_name_is_no_value_of_a_setting() -> None:
+    line = "I use the `HYBRID_SHARD` sharding strategy, --fsdp_mode full and cpu_offload: true"
+    reader = AroundReader()
+    reader.read(LogPiece(line, [line], [1], [line]))
+    assert dict(reader.end().settings) == {"fsdp_mode": "full", "cpu_offload": "true"}
 
 
 @pytest.mark.parametrize(

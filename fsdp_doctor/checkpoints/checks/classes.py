@@ -133,7 +133,10 @@ def find_lost_outside(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
     if "auto_map" in config or is_part or state.is_incomplete or state.is_loose:
         return
     for pattern in needed:
-        if not any(re.search(rf"(?:^|\.){pattern}$", name) for name in names):
+        # A class of the type may have the decoder alone.
+        side = pattern.partition(r"\.")[0]
+        is_without_side = side == "encoder" and not any(re.search(rf"(?:^|\.){side}\.", name) for name in names)
+        if not is_without_side and not any(re.search(rf"(?:^|\.){pattern}$", name) for name in names):
             what = f"config.json says {config['model_type']}, which has this tensor, but it is missing"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], pattern.replace("\\", ""))
 

@@ -223,6 +223,8 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _compiles_frames() -> bool:
     """Returns whether frames of this thread are being compiled. If torch cannot tell, the answer is True once the
     compiler was imported.
+
+    Private: ``torch._dynamo``, whose presence among the imported modules shows that the compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:
         return False
