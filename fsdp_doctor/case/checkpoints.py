@@ -80,8 +80,9 @@ class Checkpoint:
 
 
 def find_source(scenario: Scenario) -> Scenario:
-    """Returns the scenario whose run is saved: the same one in every respect that affects the bits of a training
-    step.
+    """Returns the scenario whose run is saved.
+
+    The run's scenario has the same values as ``scenario`` on every axis that affects the bits of a training step.
     """
     return scenario.change(
         offload=_keep_what_decides_bits(scenario.offload),

@@ -203,7 +203,7 @@ class LoadingSteps(MatrixSteps):
 
 
 def _differs(piece: local_pieces.LocalPiece) -> bool:
-    """Returns whether any memory that must have the expected values has others."""
+    """Returns whether any memory of the piece has other values than the expected ones."""
     expected = piece.expected
     return expected is not None and any(compare(held.cpu(), expected) for held in piece.everywhere)
 

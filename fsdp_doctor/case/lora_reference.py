@@ -123,7 +123,10 @@ def compute_rank_parts(
 
 
 def _cut_parts(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cuts this rank's part out of each tensor, 1-D. ``full`` has the names of the model that peft was given."""
+    """Cuts this rank's part out of each tensor, and flattens the part.
+
+    ``full`` has the names of the model that peft was given.
+    """
     names = [name for every in reader.read(model).list_all_names() for name in every if not is_adapter(name)]
     by_unwrapped_name = {name: full[strip_adapters(name)] for name in names if strip_adapters(name) in full}
     return {

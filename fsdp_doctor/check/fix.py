@@ -73,7 +73,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
 
 
 def _list_switches(result: CheckResult) -> dict[str, set[tuple[str, str]]]:
-    """Maps the entries of bad findings to the names and values that their remedies for this framework set."""
+    """Maps the entries of bad findings to the settings (names and values) of their remedies for this framework."""
     entries = {finding.entry for finding in result.findings if finding.bad and finding.entry}
     switches = {entry: find_entry(entry).remedy_settings.get(result.version.of, {}) for entry in entries}
     return {entry: {(name, str(on).lower()) for name, on in named.items()} for entry, named in switches.items()}

@@ -1,4 +1,4 @@
-"""Reads the states of distributed checkpoints (DCP): the items of .metadata, and where their bytes are."""
+"""Reads the states of distributed checkpoints (DCP): the items of .metadata, and the places of their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, and notes those that cannot be read. The readers of each format share it."""
+"""Opens the files of a checkpoint, and notes the files that cannot be read. The readers of all formats use it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class OpenFile:
         return data
 
     def check_content(self) -> None:
-        """Raises BadFile for the text file that Git LFS leaves where it has not fetched the file."""
+        """Raises BadFile for a pointer of Git LFS: the text in the place of a file that was not fetched."""
         if os.pread(self._fd, len(_GIT_LFS), 0) == _GIT_LFS:
             raise BadFile("is only a pointer of Git LFS, not the file: `git lfs pull`, or a download, fetches the file")
 

@@ -1,4 +1,4 @@
-"""Reads the states that ranks wrote into a file each, and finds the files of torch.save."""
+"""Reads the states of which each rank wrote a file of its own, and finds the files of torch.save."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ class _RowScanner:
 
 
 def _are_equal_parts(parts: _Array, one: int, other: int) -> bool:
-    """Returns whether two parts of a row are equal, and not one element repeated."""
+    """Returns whether two parts of a row are equal, but are not one element repeated."""
     return bool((parts[one] == parts[other]).all() and (parts[one] != parts[one][0]).any())
 
 

@@ -1,4 +1,4 @@
-"""Reads what stands around a failure: the text of the report, where it does not fail, and which settings lead to it."""
+"""Reads the text around a failure: the sentences that say where the job does not fail, and the settings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.places import find_function, shorten
 from fsdp_doctor.explain.tables import compile_pattern, read_table
 
-# So much of the text is kept, and of a line.
+# Limits of the text that is kept, and of one line, in characters.
 _MAX_CHARACTERS = 16_384
 _MAX_LINE = 500
-# People write at the beginning of a log, or the log is short.
+# Number of lines that are searched for text. People write at the beginning of a log, or the log is short.
 _MAX_LINES = 4_000
-# A log may print its whole configuration: so many settings are looked at.
+# Limit for the number of settings, because a log may print its whole configuration.
 _MAX_SETTINGS = 400
 _SHORTEST_WORD = 4
-# Lines of a program, which nobody wrote by hand: frames, records, boxes, prefixes of ranks, and code in a traceback.
+# Lines that a program wrote, not a person: frames, records, boxes, prefixes of ranks, and code in a traceback.
 _OF_PROGRAM = re.compile(
     r"File \"|Traceback|^\s*[│╭╰❱>]|^E\s|^\s*[\^~]+\s*$|^\s*\[(?:default\d|rank\d|\d)|^\s*\(\w[^)]*pid=|^ {4,}\S|^\t"
     r"|(?:^|[\s\[(|-])(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[\])\s:|-]|^[IWEF]\d{4} |\d+%\|"
@@ -37,7 +37,7 @@ _OFF = frozenset({"false", "none", "null", "0", "no", "off", "disable", "disable
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
-# A checkpoint's directory, by the number of its step, and a configuration's file.
+# Paths of a checkpoint's directory, which has the number of a step in its name, and of a configuration's file.
 _DIRECTORY = re.compile(
     r"(?<![\w./~-])(?:[~.]{0,2}/|(?:[\w.-]+/)*)(?:[\w.-]+/)*"
     r"(?:checkpoint[-_]?\d+|global_step_?\d+|step[-_]?\d+|iter_\d+|epoch[-_]\d+)(?![\w-])"
@@ -54,11 +54,11 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around a failure.
+    """Text and settings in the log around a failure.
 
-    text: the lines that people wrote, one after the other.
+    text: the lines that people wrote, joined by newlines.
     contrasts: the sentences that say under which condition the job does not fail.
-    settings: the settings that the text or the log names, by name and value, except those that are off.
+    settings: (name, value) of each setting in the text or the log that is not off.
     """
 
     text: str = ""
@@ -66,9 +66,9 @@ class Around:
     settings: tuple[tuple[str, str], ...] = ()
 
     def find_setting(self, frames: Sequence[str], code: Sequence[str]) -> tuple[str, str] | None:
-        """Finds the setting whose words are those of the code that failed, and the name in the code; None without one.
+        """Finds a setting that shares a word with a name in the code that failed. Returns (setting, name), or None.
 
-        Such a setting chooses this code: without it the job takes another way.
+        Such a setting probably chooses this code: without the setting the job would run other code.
         """
         names = [name for frame in reversed(frames) if (name := find_function(frame))]
         names += [name for line in code for name in re.findall(r"[A-Za-z_]\w{3,}", line)]
@@ -127,7 +127,7 @@ def _find_settings(text: str) -> Iterator[tuple[str, str]]:
         for match in _FLAG.finditer(line):
             found.setdefault(match["name"], "")
         for match in _SETTING.finditer(line):
-            # A plain word is a setting only as a flag: "loss: 1.2" is none.
+            # A word without an underscore is a setting only as a flag: "loss: 1.2" is not a setting.
             is_named = match["flag"] or "_" in match["name"]
             if is_named and (match["name"] not in found or not found[match["name"]]):
                 found[match["name"]] = match["value"].rstrip(".,:")
@@ -143,12 +143,12 @@ def _split_words(name: str) -> frozenset[str]:
 
 
 def _share(setting: frozenset[str], name: frozenset[str]) -> bool:
-    """Returns whether a setting and a name of the code share a word that few names have."""
+    """Returns whether the words of a setting and the words of a name in the code have one in common."""
     return any(one == other or (len(one) > 5 and other.startswith(one)) for one in setting for other in name)
 
 
 def fill_arguments(decide: str, text: str) -> str:
-    """Writes the checkpoint's directory and the configuration into commands, if the text names one of each."""
+    """Replaces DIR and CONFIG in commands with paths from the text, each if the text names exactly one such path."""
     directories, configs = set(_DIRECTORY.findall(text)), set(_CONFIG.findall(text))
     if len(directories) == 1:
         decide = _PLACEHOLDER_OF_DIRECTORY.sub(lambda match: f"{match[1]} {next(iter(directories))}", decide)

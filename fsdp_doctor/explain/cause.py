@@ -48,7 +48,7 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
-# At so many places a message is told apart.
+# Greatest number of places at which exceptions with the same message count as different failures.
 _MAX_PLACES = 32
 # A message of fewer words says little of a failure.
 _FEWEST_WORDS = 3
@@ -500,18 +500,18 @@ class _Logs:
         )
 
     def _find_hang(self) -> Hang | None:
-        """Finds the hang in what says most of it: the dumps, the watchdog's messages, the stacks of the ranks, or the
-        tracebacks of ranks that timed out.
+        """Finds the hang in the first of these sources that shows one: dumps, messages of the watchdog, stacks of the
+        ranks, and tracebacks of ranks that timed out.
         """
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
         if hang := from_dumps or self._watchdog.find_hang():
             return hang
-        # The stack of a process that crashed is no stack of a hang.
+        # The stacks of a process that crashed do not show a hang.
         only_followed = all(group.consequence or group.first.cut for group in self._list_groups())
         return (self._stacks.find_hang() or self._find_timed_out()) if only_followed else None
 
     def _find_timed_out(self) -> Hang | None:
-        """Finds where the ranks were when one of them had waited too long; None if none had."""
+        """Finds the places of the ranks at the timeout of one of them; None if no rank timed out."""
         groups = self._list_groups()
         if not any(_is_timeout(group) for group in groups):
             return None
@@ -550,7 +550,7 @@ class _Logs:
 
 
 def _ask_of_hang(question: str) -> str:
-    """Returns the question of an entry, or for that after the place of the exception one after the other ranks."""
+    """Returns the question of an entry. A question about the exception's place becomes one about the other ranks."""
     return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
 
 
@@ -561,8 +561,8 @@ def _is_timeout(group: Group) -> bool:
 def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
     """Returns the group of an exception among the groups of its message; None if it needs one of its own.
 
-    An exception without frames may be that of any group: its rank decides, or else the order. What is raised while the
-    same message is handled, or because of it, is the same failure.
+    An exception without frames may belong to any group. It joins a group of its rank if there is one, otherwise the
+    first group. An exception that was raised while the same message was handled, or because of it, is the same failure.
     """
     if not groups:
         return None

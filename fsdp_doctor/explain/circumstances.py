@@ -9,7 +9,7 @@ import msgspec
 
 from fsdp_doctor.explain.tables import read_table, shows_any
 
-# So many possible causes stand in a sentence.
+# Greatest number of possible causes in a sentence.
 _SHOWN = 4
 
 

@@ -1,4 +1,4 @@
-"""Reads a failure by the call that failed: what such a call needs, and which of it the log makes doubtful."""
+"""Reads a failure by the call that failed: the needs of such a call, and which need the log makes doubtful."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.places import find_function, shorten
 from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 
-# What a need scores by the message that shows it, by a circumstance in a sentence on where the job does not fail, and
-# by a circumstance that the log names.
+# Scores of a need: for a sign in the message, for a sign that many messages have, for a circumstance in a sentence that
+# says where the job does not fail, and for a circumstance elsewhere in the log.
 _BY_MESSAGE, _BY_WORD, _BY_CONTRAST, _BY_CIRCUMSTANCE = 9, 1, 3, 2
-# More for a need whose signs belong to it alone.
+# Additional score of a need with ``first``, if the message has a sign of it.
 _FIRST = 4
-# A sign of fewer characters is a word that many messages have.
+# Number of characters; a shorter sign counts as a word that many messages have.
 _SHORTEST_SIGN = 9
 _MOST_NEEDS = 3
 # Words of a job that shards a model, serves it in an engine, or runs on several ranks.
@@ -28,7 +28,7 @@ _SHARDED = re.compile(
     r"|torchtune|lightning|nemo|skyrl|deepspeed|zero-?[123]|\b\d+ ?x? ?(?:gpus|npus|nodes|[hab]\d00)|torchrun|\btrl\b"
     r"|rollout|async|litgpt"
 )
-# A quoted name of a parameter or module: one with dots, or one that the message calls so.
+# A quoted name of a parameter or module: a name with dots, or a name behind a word such as "parameter" or "module".
 _QUOTED = re.compile(
     r"""(?:(?:named|keys?|[Pp]arameter|[Mm]odule|weight|buffer|layer):? \(?['"`](?P<called>\w+(?:\.\w+)*)"""
     r"""|(?<!\w)['"`](?P<dotted>(?!torch\b|aten\b)[a-z]\w*(?:\.\w+)+))['"`]"""
@@ -36,9 +36,9 @@ _QUOTED = re.compile(
 _SENTENCE = re.compile(r"(?<=[.?])\s")
 _CALL = re.compile(r"([A-Za-z_]\w*)\(")
 _NAME = re.compile(r"\w+_\w+")
-# Names of functions with so many characters count in a message, and in the text around the exception.
+# Least lengths of the functions' names that are looked for in a message, and in the text around the exception.
 _NAMED_IN_MESSAGE, _NAMED_IN_TEXT = 11, 16
-# How far down a call counts that the text around the exception names.
+# Depth at which a call counts if only the text around the exception names it.
 _TOLD = 4
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 
@@ -83,7 +83,7 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CallContract:
     """A call of the traceback and its needs, the most doubtful first.
 
-    named: the first parameter or module that the message quotes; empty without one.
+    named: the first parameter or module that the message quotes; empty if it quotes none.
     is_shown: whether the message shows that the first need is not met.
     is_doubtful: whether the log names a circumstance that makes the first need doubtful.
     comes_first: whether the first need says more than a mechanism of the message.
@@ -124,9 +124,10 @@ def read_contracts() -> _Tables:
 
 
 def read_contract(raised: Raised, around: Around) -> CallContract | None:
-    """Returns the call that failed with what it needs; None if no frame or word shows a call that the table has.
+    """Returns the call that failed, with its needs; None if neither a frame nor a word shows a call of the table.
 
-    A need that the message shows comes before one that a circumstance makes doubtful, and the innermost call first.
+    A need that the message shows comes before a need that a circumstance makes doubtful. Of equal needs, the need of
+    the innermost call comes first.
     """
     text = "" if raised.cut else " ".join((*raised.text.split(), raised.asserted))
     if _SHARDED.search("\n".join((around.text, text, *raised.frames, *raised.code_of.values()))) is None:
@@ -149,7 +150,7 @@ def read_contract(raised: Raised, around: Around) -> CallContract | None:
             named=(match["called"] or match["dotted"]) if (match := _QUOTED.search(raised.message)) else "",
             nouns=nouns,
             is_shown=score >= _BY_MESSAGE,
-            # A word that many messages have is no sign by itself.
+            # A word that many messages have does not make a need doubtful by itself.
             is_doubtful=score > _BY_WORD,
             comes_first=need.first and score >= _BY_MESSAGE,
         )
@@ -174,10 +175,13 @@ def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
 
 
 def _find_circumstances(raised: Raised, around: Around, text: str) -> dict[str, tuple[str, bool]]:
-    """Finds the circumstances of the log: by id, the noun and whether a sentence on where it does not fail names it."""
+    """Finds the circumstances that the log names.
+
+    Returns for each id (noun, whether a sentence on where the job does not fail names the circumstance).
+    """
     frames = (f"{find_function(frame)} {_find_file(frame).rsplit('/', 1)[-1]}" for frame in raised.frames)
     where = " ".join(("in", *frames)) if any("in __init__" in frame for frame in raised.frames) else " ".join(frames)
-    # Torch's own lines name every circumstance that they handle.
+    # Lines of torch are left out, because they name circumstances that the job need not have.
     code = (line for frame, line in raised.code_of.items() if "torch/" not in _find_file(frame))
     everything = "\n".join((around.text, text, where, *code))
     contrasts = "\n".join(around.contrasts)
@@ -189,7 +193,7 @@ def _find_circumstances(raised: Raised, around: Around, text: str) -> dict[str, 
 
 
 def _find_operations(raised: Raised, text: str, told: Set[str]) -> Iterator[tuple[int, Operation]]:
-    """Yields the calls that the frames go through with their depth, innermost first, and then those of the message.
+    """Yields (depth, call) for the calls that the frames go through, innermost first, then for those in the message.
 
     told: the words of the text around the exception, which may name a function.
     """
@@ -212,13 +216,13 @@ def _find_operations(raised: Raised, text: str, told: Set[str]) -> Iterator[tupl
 
 @functools.cache
 def _name_functions(operation: Operation, shortest: int) -> frozenset[str]:
-    """Names the operation's functions that no text has by chance: those of so many characters and more."""
+    """Names the operation's functions that a text does not name by chance, because they have a certain length."""
     functions = (name.strip() for place in operation.places for name in place.partition(":")[2].split(","))
     return frozenset(name for name in functions if "_" in name.strip("_") and len(name) >= shortest)
 
 
 def _is_at(operation: Operation, frame: str, code: str) -> bool:
-    """Returns whether a frame is one of the operation's."""
+    """Returns whether a frame belongs to the operation."""
     if operation.code and (not code or re.search(operation.code, code) is None):
         return False
     places = (*operation.places, *operation.older)
@@ -226,7 +230,7 @@ def _is_at(operation: Operation, frame: str, code: str) -> bool:
         return bool(operation.code)
     function, file = find_function(frame), _find_file(frame)
     if operation.called and not file.startswith("torch/") and "/torch/" not in file:
-        # A log may show the call, and not the frame of the function.
+        # A log may lack the function's frame, but have the line that calls it.
         called = (function, *_CALL.findall(code))
         if any(re.search(operation.called, name) for name in called):
             return True
@@ -245,14 +249,14 @@ def _is_in(place: str, file: str, function: str) -> bool:
 def _find_file(frame: str) -> str:
     match = _FILE.search(frame)
     file = match["file"].replace("\\", "/") if match else ""
-    # Where the modules of FSDP2 and DTensor were in older releases.
+    # Older releases have the modules of FSDP2 and DTensor in other directories.
     return file.replace("/_composable/fsdp/", "/fsdp/_fully_shard/").replace(
         "/distributed/_tensor/", "/distributed/tensor/"
     )
 
 
 def write_contrast(around: Around) -> str:
-    """Writes the sentences of the log that say where or since when the job does not fail; empty without any."""
+    """Writes the sentences of the log that say where or since when the job does not fail; empty if there are none."""
     if not around.contrasts:
         return ""
     said = "; ".join(f'"{shorten(sentence)}"' for sentence in around.contrasts[:2])
@@ -260,7 +264,7 @@ def write_contrast(around: Around) -> str:
 
 
 def write_setting(raised: Raised, around: Around) -> str:
-    """Writes the setting that chooses the code which failed; empty if none of the settings shares its words."""
+    """Writes the setting that probably chooses the code that failed; empty if no setting shares a word with it."""
     code: Sequence[str] = [raised.code_of.get(frame, "") for frame in raised.frames[-1:]]
     if (found := around.find_setting(raised.frames, code)) is None:
         return ""

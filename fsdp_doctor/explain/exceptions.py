@@ -102,7 +102,7 @@ _CALLING = re.compile(
 _MARKS = re.compile(r"\s*[\^~]+\s*$")
 _LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
-# So many equal characters in a row are no coincidence.
+# Number of equal characters in a row that are not a coincidence.
 _MIN_EQUAL = 16
 
 
@@ -535,7 +535,7 @@ def _parse_frame(text: str) -> str | None:
 
 
 def _find_raising_file(innermost: str, source: str, message: str) -> str:
-    """Returns the file of a traceback's innermost frame, if its own code raised the message; empty otherwise.
+    """Returns the file of a traceback's innermost frame, if the frame's own line raised the message; else empty.
 
     A line without ``raise`` or ``assert`` may have called C++, which raises without a frame. A line in a package must
     contain words of the message, because packages also raise torch's exceptions again.

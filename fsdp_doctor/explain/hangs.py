@@ -63,7 +63,7 @@ class Waiting:
 
     @property
     def calling_frame(self) -> str:
-        """The innermost frame of the user's code, or else of a package other than torch; empty if there is none."""
+        """The innermost frame of the user's code, otherwise of a package other than torch; empty without either."""
         frames = [frame for frame in self.frames if not _TORCH_OR_PYTHON.search(frame)]
         return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
 
@@ -91,7 +91,7 @@ class Hang:
     waiting: the ranks that wait, sorted by group and rank.
     sentences: sentences for the user about where the ranks differ.
     differs: whether the ranks are in different places.
-    by_stacks: whether this is known from the stacks of the ranks, which do not number the collectives.
+    by_stacks: whether the hang is known from the stacks of the ranks, which do not number the collectives.
     """
 
     waiting: tuple[Waiting, ...]
@@ -190,7 +190,7 @@ def _describe_same_place(waiting: list[Waiting], call: str) -> str:
 
 
 def name_waiting_ranks(waiting: Sequence[Waiting]) -> str:
-    """Names ranks as ``name_ranks`` does, or processes by their ids."""
+    """Names ranks as ``name_ranks`` does. If ranks are not known, names processes by their ids."""
     are_processes = any(rank.is_process for rank in waiting)
     return name_ranks((rank.rank for rank in waiting), ("process", "processes") if are_processes else ("rank", "ranks"))
 

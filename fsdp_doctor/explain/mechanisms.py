@@ -10,7 +10,7 @@ import msgspec
 
 from fsdp_doctor.explain.tables import read_table
 
-# So many times as many ranks may be in one of two jobs.
+# Least and greatest factor between the numbers of ranks of two jobs.
 _RANKS = (2, 512)
 
 
@@ -40,7 +40,7 @@ class Reading:
     called: the line of the job that led to the exception; empty if the log does not have it.
     lines: the places in the log from which these facts were read.
     vague: whether a symptom in the same log says more.
-    subjects: what the causes of the log's circumstances are looked up by.
+    subjects: the keys under which circumstances.toml has the causes for this failure.
     """
 
     clash: str

@@ -138,9 +138,9 @@ def find_package(frame: str) -> str:
 
 @dataclass(frozen=True)
 class RaisingPlace:
-    """The place where an exception was raised, by the names of files and the numbers of lines.
+    """The place where an exception was raised: names of files and numbers of lines.
 
-    Directories do not count, because a package may lie elsewhere on another node.
+    Directories are left out, because a package may be in another directory on another node.
 
     innermost: the innermost frame, and the innermost frame of the job.
     lines: all frames.
@@ -151,14 +151,14 @@ class RaisingPlace:
 
 
 def is_same_place(place: RaisingPlace, other: RaisingPlace | None) -> bool:
-    """Returns whether two tracebacks end at one place, as far as they show it: one may be a part of the other."""
+    """Returns whether two tracebacks may end at the same place; one traceback may be a part of the other."""
     if other is None:
         return True
     return place.innermost == other.innermost or place.lines <= other.lines or place.lines >= other.lines
 
 
 def find_raising_place(frames: Sequence[str]) -> RaisingPlace | None:
-    """Returns the place where an exception with these frames was raised; None without frames."""
+    """Returns the place where an exception with these frames was raised; None if there are no frames."""
     if not frames:
         return None
     of_job = next((frame for frame in reversed(frames) if find_package(frame) not in ("torch", "python")), frames[-1])

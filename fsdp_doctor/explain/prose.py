@@ -16,12 +16,12 @@ from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
 from fsdp_doctor.explain.tables import compile_pattern, read_table, shows_any
 
-# So much prose of a log is read; and a line of it has at least so many words.
+# Limit for the prose that is read of a log, in characters, and the least number of words in a line of prose.
 _MAX_CHARACTERS = 16_384
 _MIN_WORDS = 4
-# So many of the causes that stand in a sentence are those of circumstances.
+# Greatest number of causes in a sentence that come from circumstances.
 _MAX_NAMED = 3
-# What begins a line that is not prose: a log record, a frame, code, a table, a setting.
+# Beginning of a line that is not prose: a log record, a frame, code, a table, a setting.
 _NOT_PROSE = re.compile(
     r"\s*(?:\d{2,4}[-/:]\d|\[|\(|\{|\}|<|\||`{3}|File \"|Traceback|at 0x|#\d|import |from \w+ import|def |class "
     r"|return\b|raise |assert |\$ |(?:DEBUG|INFO|WARN\w*|ERROR|CRITICAL|FATAL)\b|[\w.\"'-]{1,60}\s?[:=]\s?[\[{\"'\d-]"
@@ -144,7 +144,7 @@ class ProseReader:
         return None
 
     def _find_factor(self, sentences: Sequence[_Sentence], text: str) -> Reading | None:
-        """Reads two figures of a loss or norm, of which one is the other times a number of ranks in the text."""
+        """Reads a loss or norm that a sentence gives twice, if one figure is a number of ranks times the other."""
         counts = _list_counts(text)
         observation = next(each for each in _read_tables().observation if each.name == "factor")
         for sentence in sentences:
@@ -174,9 +174,9 @@ class ProseReader:
     def _make_reading(
         self, observation: Observation, event: JobEvent | None, sentence: _Sentence, text: str, told: str = ""
     ) -> Reading:
-        """Writes what an observation can mean.
+        """Writes the possible causes of an observation, and the command that decides.
 
-        told: the clash, if more is known of it than the observation's own sentence says.
+        told: a clash to write instead of the observation's own; empty for the observation's own.
         """
         name = event.name if event is not None else ""
         names, causes = find_causes(
@@ -203,7 +203,7 @@ def is_prose(raw: str) -> bool:
 
 
 def _list_counts(text: str) -> dict[int, str]:
-    """Lists the numbers of ranks that a text names, and the quotients of two, which are those of a dimension."""
+    """Lists the numbers of ranks that a text names, and their quotients, which may be sizes of a mesh's dims."""
     named = {int(match["before"] or match["after"]) for match in _COUNT.finditer(text)} - {0, 1}
     counts = dict.fromkeys(named, "the text names this number of ranks or micro-batches")
     for large, small in itertools.permutations(sorted(named), 2):
@@ -256,9 +256,9 @@ def _split_joined(lines: Sequence[str], begin: int) -> Iterator[_Sentence]:
 
 
 def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str]) -> JobEvent | None:
-    """Finds the event with which something was seen: in the sentence itself, before others in the ones next to it.
+    """Finds the event with which something was seen: first in the sentence ``at`` itself, then in the other sentences.
 
-    "after a resume" says more than a mere word for it, and the more the nearer the two words are.
+    A phrase such as "after a resume" counts more than the word "resume" alone, and most if its words are close.
     """
     events = [event for event in _read_tables().event if event.name in allowed]
     near = [*sentences[:at][::-1], *sentences[at + 1 :]]
@@ -270,7 +270,10 @@ def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str])
 
 
 def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) -> JobEvent | None:
-    """Finds the event whose words are nearest to a word such as "after"; else the first that has any words there."""
+    """Finds the event whose words come soonest behind a word such as "after".
+
+    If no event's words come behind such a word, finds the first event whose words are in the sentences at all.
+    """
     gaps = [min((_measure_gap(event, sentence.text) for sentence in sentences), default=_FAR) for event in events]
     if min(gaps, default=_FAR) < _FAR:
         return events[gaps.index(min(gaps))]

@@ -10,7 +10,7 @@ RANK = re.compile(r"\[?\b(?i:rank) ?:?(?P<number>\d{1,6})\b\]?")
 # Within so many lines two ranks do the same.
 NEAR = 64
 MAX_TRACKED = 4_096
-# So many names stand in a sentence.
+# Greatest number of names in a sentence.
 SHOWN = 8
 # Sources of a line that are ranks.
 _RANKS = ("rank", "local rank", "task")

@@ -20,7 +20,7 @@ _LOOKUPS = frozenset({"AttributeError", "KeyError", "IndexError", "NameError", "
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
-# What a message tells its reader to do, at the beginning of a sentence, and what every message tells.
+# Beginnings of sentences in which a message gives advice, and words of advice that has no use.
 _ADVICE = re.compile(
     r"(?:^|(?<=[.!?:;] )|(?<=\n))(?:[Pp]lease )?(?:Try|Consider|Change|Set|Pass|Make sure|Ensure|Use|Specify|Install"
     r"|Upgrade|Disable|Enable|Call|(?<=lease )[a-z]+|You (?:can|should|need to|must|may want to)"
@@ -44,8 +44,8 @@ def read_failure(
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
-    told: what the log says in prose, which may name circumstances.
-    around: what stands around the exception.
+    told: the sentences of the log, which may name circumstances.
+    around: text and settings around the exception.
     """
     around = around or Around(told)
     contract = read_contract(raised, around)
@@ -69,8 +69,8 @@ def _read_clash(
 ) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, then what the call needs that failed, and then the form of the
-    traceback. A need that says more than the words of the message comes before the mechanism.
+    A mechanism that the message shows comes first, then a need of the call that failed, and then the form of the
+    traceback. Only a need with ``comes_first`` comes before the mechanism.
     """
     if raised.cut:
         return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
@@ -82,7 +82,7 @@ def _read_clash(
     mechanism_found = _read_mechanism(raised, text, told)
     if mechanism_found is not None and not mechanism_found[2]:
         return mechanism_found
-    # A lookup says more by itself than a circumstance does.
+    # A failed lookup says more than a circumstance.
     is_lookup = raised.type in _LOOKUPS
     if contract is not None and (contract.is_shown or (contract.is_doubtful and not is_lookup)):
         return contract.clash, contract.decide, False
@@ -90,14 +90,14 @@ def _read_clash(
         return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
-    # What a call needs is a list to go through where the log says nothing else.
+    # If the log shows nothing else, the needs of the call are listed as questions.
     if contract is not None and not raised.message:
         return contract.clash, contract.decide, True
     return "", "", True
 
 
 def _write_advice(raised: Raised) -> str:
-    """Writes what the message itself advises; empty if it advises nothing of use."""
+    """Writes the advice in the message; empty if it has no useful advice."""
     advice = next((match for match in _ADVICE.finditer(raised.message) if not _BOILERPLATE.search(match[0])), None)
     return f'The message advises: "{shorten(advice[0].strip())}".' if advice else ""
 
@@ -148,7 +148,7 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
 
 
 def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
-    """Adds to a symptom what the circumstances of the log can mean for it, and where the job does not fail."""
+    """Adds to a symptom the causes that circumstances of the log suggest, and the sentences that compare."""
     if symptom is None:
         return None
     names, causes = find_causes(around.text, symptom.subjects)
@@ -158,7 +158,7 @@ def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
 
 
 def read_hang(around: Around) -> Reading | None:
-    """Returns what the circumstances of a log can mean for a hang; None if it names none."""
+    """Returns the causes of a hang that the log's circumstances suggest; None if the log names no circumstance."""
     names, causes = find_causes(around.text, ("hang",))
     if not names:
         return None

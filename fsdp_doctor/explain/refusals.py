@@ -22,24 +22,24 @@ _OF_TENSORS = re.compile(
     r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|grad\w*|elements?|scalar\w*|leaf|views?)\b"
 )
 _LOOKUPS = frozenset({"KeyError", "IndexError", "AttributeError", "StopIteration"})
-# Phases that a job is in: what fails below them is a state, and not the argument of the call.
+# Phases of a job: a failure in one of them is due to a state, not to an argument of the call.
 _PHASES = re.compile(r"^(?:forward|backward|step|training_step|_call_impl|fit|train|_?engine_run_backward|zero_grad)$")
 # Parts of torch that check the tensors of a model, which `examine` lists.
 _OF_SHARDED = ("torch's FSDP1", "torch's FSDP2", "torch's DTensor", "torch's tensor parallelism")
-# So many frames below its caller a function still checks the arguments of the call.
+# Limit for the number of frames below the caller in which a function still checks the arguments of the call.
 _MAX_DEPTH = 8
-# So many frames below it the message may name an argument that the call left at its default.
+# The same for a message that names an argument that the call left at its default.
 _MAX_DEPTH_OF_DEFAULTS = 3
 _WORD = re.compile(r"`(\w+)`|\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+)\b")
 _KEYWORD = re.compile(r"\b([a-z]\w*)=(?!=)")
-# Words about an argument that was not given.
+# Words of a message about an argument that was not given.
 _ABSENT = re.compile(
     r"(?i)explicit specification|(?:must|needs? to|has to|should) be (?:specified|given|provided|passed)|\bmissing\b"
     r"|(?:is|are|was) (?:required|not (?:given|specified|provided|passed))"
 )
 _OPTIMIZER = re.compile(r"(?i)optim|param_group|fqn")
 
-# Names of one package that another one, of another version, asks for.
+# Messages about a name that one package looks for in another package, whose version does not have it.
 _IMPORTED = (
     re.compile(
         r"^ImportError: cannot import name '(?P<name>\w+)' from (?:partially initialized module )?'(?P<owner>[\w.]+)'"
@@ -60,14 +60,14 @@ _SIGNATURE = re.compile(
     r"missing \d+ required (?:positional|keyword-only) arguments?: .{1,80}"
     r"|takes .{0,30}positional arguments? but .{1,40})"
 )
-# A release that a package or a feature asks for.
+# Messages about a release that a package or a feature requires.
 _REQUIRED = re.compile(
     r"(?P<what>[\w`'\" -]{2,60}?) (?:requires|needs|depends on|is only (?:available|supported) (?:with|in|from|for))"
     r" (?P<owner>pytorch|torch|transformers|accelerate|peft|trl|vllm|torchao|bitsandbytes|triton|torchdata|deepspeed)\b"
     r"(?: version)? ?(?P<release>(?:>=|>|==|=|<=|<|~=)? ?v?\d[\w.+-]*\w)",
     re.IGNORECASE,
 )
-# Functions of torch whose name in a message says who refused, where the log has no traceback.
+# Functions of torch. In a log without a traceback, such a name in a message shows which function refused.
 _NAMED_FUNCTION = re.compile(
     r"\b(?:fully_shard|init_device_mesh|distribute_(?:tensor|module)|parallelize_module|replicate|clip_grad_norm_"
     r"|[gs]et_(?:model_|optimizer_)?state_dict|summon_full_params|full_tensor|redistribute|from_local)\b"
@@ -82,7 +82,7 @@ _FSDP1_NAMES = frozenset({
 })  # fmt: skip
 
 
-# What Python says of an expression whose values are of the wrong kind.
+# Messages of Python for an expression whose values have the wrong type.
 _OF_PYTHON = re.compile(
     r"^TypeError: (?:argument of type '[\w.]+' is not iterable"
     r"|'[\w.]+' object is not (?:iterable|subscriptable|callable)"
@@ -221,7 +221,7 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
 
 
 def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
-    """Reads a line of a package that Python itself refuses, whatever the tensors are."""
+    """Reads a Python error in a line of a package, which does not depend on the tensors."""
     package, code = find_package(innermost), raised.code_of.get(innermost, "")
     if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
         return None

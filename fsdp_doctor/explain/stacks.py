@@ -1,4 +1,4 @@
-"""Reads the stacks of processes that hang: the output of py-spy as text or JSON, and that of Python's faulthandler."""
+"""Reads the stacks of processes that hang: py-spy's output as text or JSON, and the output of Python's faulthandler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_doctor.explain.log_input import Line, LogPiece, parse_line
 from fsdp_doctor.explain.places import find_function, find_package, name_called_function
 from fsdp_doctor.explain.rank_lines import has_any
 
-# What is in the line above the frames of a thread, and not in most lines of a log.
+# Texts in the line above the frames of a thread, which most lines of a log do not have.
 _HINTS = ("(idle", "(active", "(most recent call first)", "Process ")
 _PROCESS = re.compile(r"\s{0,80}Process (?P<pid>\d{1,12}): \S")
 _PYSPY_THREAD = re.compile(r'\s{0,80}Thread (?:0x)?[\da-fA-F]{1,16} \([\w+]{1,40}\)(?:: "(?P<name>[^"]{0,200})")?')
@@ -27,7 +27,7 @@ _FAULT_FRAME = re.compile(r'\s{1,80}File "(?P<file>[^"\n]{1,400})", line (?P<lin
 _JSON = re.compile(rb'\s{0,20}\[\s{0,20}\{\s{0,20}"pid"\s{0,4}:')
 _MAX_JSON = 32 << 20
 _RANK_IN_NAME = re.compile(r"(?i)rank[-_. ]?(\d{1,6})(?!\d)")
-# torchrun's summary of a process, and the line above it.
+# Lines of torchrun's summary: the rank of a process, and in the next line its id.
 _RANK_OF = re.compile(r"\brank\s{0,20}: (\d{1,6}) \(local_rank")
 _PID_OF = re.compile(r"\bexitcode\s{0,20}: -?\d{1,6} \(pid: (\d{1,12})\)")
 _MAX_PROCESSES = 4_096
@@ -35,14 +35,14 @@ _MAX_THREADS = 256
 _MAX_FRAMES = 200
 _MAX_PLACES = 4
 _MAIN = "MainThread"
-# Processes of a job that are no ranks: torchrun's own, the workers of data loaders and of torch.compile.
+# Processes of a job that are not ranks: torchrun itself, and the workers of data loaders and of torch.compile.
 _NO_RANK = re.compile(
     r"torch/distributed/(?:elastic|launcher)/|torch/utils/data/_utils/worker\.py|_inductor/compile_worker/"
     r"|multiprocessing/(?:resource_tracker|forkserver)\.py"
 )
 _BACKWARD = re.compile(r"in \S*_engine_run_backward$")
 _OF_TORCH_DISTRIBUTED = re.compile(r"\btorch/distributed/")
-# py-spy cuts the directory off. Modules of Python in which a thread waits, or through which a program starts.
+# Modules of Python in which a thread waits, or through which a program starts. py-spy omits their directory.
 _OF_PYTHON = re.compile(
     r"(?:threading|selectors|socket|ssl|queue|subprocess|runpy|contextlib|functools|asyncio/\w+|multiprocessing/\w+"
     r"|concurrent/futures/\w+|importlib/\w+)\.py"
@@ -65,8 +65,9 @@ class _Process:
     threads: dict[str, list[str]] = field(default_factory=dict)
 
     def find_stack(self) -> list[str]:
-        """Returns the frames of the thread in which the rank waits: the main thread's, or those of the thread that runs
-        its backward.
+        """Returns the frames of the thread in which the rank waits.
+
+        This is the main thread or, during a backward, the thread that autograd uses.
         """
         main = self.threads.get(_MAIN) or next(iter(self.threads.values()), [])
         if main and any(_BACKWARD.search(frame) for frame in main[-2:]):
@@ -76,7 +77,7 @@ class _Process:
 
 
 class StackReader:
-    """Collects the stacks of processes in files, which may be the files of several processes."""
+    """Collects the stacks of processes from files; one file may have the stacks of several processes."""
 
     def __init__(self) -> None:
         self._processes: dict[tuple[str, int], _Process] = {}
@@ -97,14 +98,14 @@ class StackReader:
             return
         for number, raw in zip(piece.numbers, piece.lines, strict=True):
             self._read_summary(raw)
-            # Most lines of a log are of no stack, and cost two searches.
+            # Most lines of a log do not belong to a stack; this test of them takes only two searches.
             if has_stacks and (self._thread or has_any(_HINTS, raw)):
                 self._read_line(parse_line(number, raw))
 
     def read_json(self, path: pathlib.Path) -> bool:
-        """Reads what ``py-spy dump --json`` wrote, once or several times; returns False if the file is something else.
+        """Reads a file with one or several outputs of ``py-spy dump --json``. Returns False for any other file.
 
-        Raises UsageError for such a file that is cut off.
+        Raises UsageError if an output is incomplete.
         """
         try:
             if not path.is_file():
@@ -122,7 +123,7 @@ class StackReader:
         return True
 
     def find_hang(self) -> Hang | None:
-        """Returns where the ranks wait; None if there are no stacks of ranks."""
+        """Compares the stacks of the ranks. Returns their hang; None if there are no stacks of ranks."""
         stacks = [(process, process.find_stack()) for process in self._processes.values()]
         ranks = [(process, frames) for process, frames in stacks if frames and not any(map(_NO_RANK.search, frames))]
         numbers = [self._find_rank(process) for process, _ in ranks]
@@ -164,7 +165,7 @@ class StackReader:
         name = _RANK_IN_NAME.search(pathlib.PurePath(self._name).name)
         rank = int(source.split()[1]) if source.startswith("rank ") else int(name[1]) if name else None
         process = _Process(pid, rank)
-        # A second dump of a process takes the place of the first.
+        # A later dump of a process replaces the earlier one.
         key = ("pid", pid) if pid is not None else (f"{self._name} {source}", number if rank is None else -1)
         if key not in self._processes and len(self._processes) >= _MAX_PROCESSES:
             return None
@@ -196,7 +197,7 @@ class StackReader:
 
 
 def make_waiting(rank: int, frames: Sequence[str], *, is_process: bool = False) -> Waiting:
-    """Describes where a rank waits, by the frames of its stack, the outermost first."""
+    """Describes where a rank waits. ``frames`` is its stack, the outermost frame first."""
     at = next((at for at in range(len(frames) - 1, -1, -1) if find_package(frames[at]) not in ("torch", "python")), -1)
     below = frames[at + 1 :]
     is_collective = any(map(_OF_TORCH_DISTRIBUTED.search, below))
@@ -214,7 +215,7 @@ def make_waiting(rank: int, frames: Sequence[str], *, is_process: bool = False) 
 
 
 def describe_stacks(waiting: Sequence[Waiting]) -> Hang | None:
-    """Compares where the ranks wait; None if there are none."""
+    """Compares the places in which the ranks wait. Returns their hang; None if there are no ranks."""
     if not waiting:
         return None
     ranks = sorted(waiting, key=lambda each: each.rank)
@@ -234,7 +235,7 @@ def describe_stacks(waiting: Sequence[Waiting]) -> Hang | None:
 
 
 def _describe(inside: Sequence[Sequence[Waiting]], outside: Sequence[Waiting]) -> Iterator[str]:
-    """Yields the sentences on where the ranks are.
+    """Yields sentences that say where the ranks are.
 
     inside: the ranks in a call of torch.distributed, by place.
     outside: the other ranks.
@@ -271,7 +272,7 @@ def _describe(inside: Sequence[Sequence[Waiting]], outside: Sequence[Waiting]) -
 
 
 def _write_frame(file: str, line: str, function: str) -> str:
-    """Writes a frame as a traceback has it, where a function stands without its class."""
+    """Writes a frame in the form of a traceback, which names a function without its class."""
     path = f"/lib/python3/{file}" if _OF_PYTHON.fullmatch(file) else file
     return f'File "{path}", line {line}, in {function.rpartition(".")[2]}'
 

@@ -202,7 +202,7 @@ def _render_heading(explanation: Explanation) -> list[str]:
 
 
 def _name_known_hang(explanation: Explanation) -> list[str]:
-    """Renders the entry that the hang is or is likely to be, and the remedy of a known one."""
+    """Renders the known or likely entry of a hang, and the remedy if the entry is known."""
     if explanation.grade not in ("known", "likely"):
         return []
     remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))

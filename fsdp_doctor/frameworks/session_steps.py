@@ -511,7 +511,7 @@ class SavingSteps(_LoadSteps):
         self._save(trainer)
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Writes the saved state and the outcomes of the next steps, with which the second half is compared."""
+        """Writes the saved state and the outcomes of the next steps, for the comparison with the resumed run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.present_runtime.rank == 0:
             torch.save(self._saved, self.directory / "state.pt")

@@ -237,11 +237,11 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
-        """Returns whether this version of torch shows the failure; an unknown version is assumed to."""
+        """Returns whether this version of torch shows the failure; True for an unknown version."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
-        """Returns whether these versions of frameworks show the failure; an unknown version is assumed to."""
+        """Returns whether these versions of frameworks show the failure; an unknown version counts as showing it."""
         return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
@@ -268,7 +268,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def shows_as(self, kind: str) -> bool:
         """Returns whether a case with this verdict may show the failure.
 
-        Only the emulated device sees a race of two streams. On other devices a lost race shows in the values.
+        Only the emulated device detects a race of two streams. On other devices a race may show as wrong values.
         """
         return kind == self.verdict or (self.verdict == "race" and kind == "wrong")
 

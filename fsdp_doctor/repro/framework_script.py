@@ -26,8 +26,8 @@ def render_framework_script(
 
     Raises UsageError for an adapter without a template.
 
-    as_test: whether the script ends with 1 if it fails, and with 0 if it does not. The script of a case without a known
-        failure always does so.
+    as_test: whether the script ends with 1 if the case fails, and with 0 if it does not. The script of a case without a
+        known failure always ends in this way.
     """
     if case.is_fixed:
         raise UsageError(

@@ -245,7 +245,7 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 
 
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
-    """Returns whether the script must tell an exception on every rank, which is a refusal, from one on some ranks."""
+    """Returns whether the script must distinguish a refusal (an exception on every rank) from one on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 

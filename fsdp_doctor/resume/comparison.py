@@ -264,7 +264,7 @@ class RankComparison:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
     def _is_not_loaded(self, group: str) -> bool:
-        """Returns whether the resumed run called no load_state_dict of a group's optimizer.
+        """Returns whether the resumed run did not call load_state_dict of a group's optimizer.
 
         group: the name of the group, such as ``optimizer 0 group 1``.
         """

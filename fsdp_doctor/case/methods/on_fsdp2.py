@@ -56,8 +56,9 @@ def gather_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def gather_parameters_as_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields like vLLM's ModuleSource.iter_full, whose tensors must be on the device, because they are sent over NCCL
-    or CUDA IPC.
+    """Yields the full tensors as vLLM's ModuleSource.iter_full does.
+
+    vLLM sends these tensors over NCCL or CUDA IPC, so they must be on the device.
     """
     for name, parameter in model.named_parameters():
         full_tensor = getattr(parameter, "full_tensor", None)

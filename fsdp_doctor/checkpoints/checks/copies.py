@@ -110,7 +110,7 @@ def _find_layers_not_averaged(
 
 
 def _list_trained(evidence: CheckpointEvidence, state: State, fewest_steps: int) -> set[str]:
-    """Lists the parameters for which Adam has nonzero moments after at least so many steps."""
+    """Lists the parameters for which Adam has nonzero moments after enough steps."""
     beside = _list_beside(evidence, state)
     return {
         name

@@ -52,9 +52,9 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _is_last_of_its_list(tensor: SavedTensor, members: Iterable[SavedTensor]) -> bool:
-    """Returns whether the tensor is of the last of several single modules in a list, as in an MLP of a detector's head.
+    """Returns whether the tensor belongs to the last of several single modules in a list.
 
-    Such an MLP often begins with a last matrix of zeros.
+    The MLP in a detector's head is such a list. The last matrix of such an MLP is often initialized to zeros.
     """
     found = _IN_LIST.fullmatch(tensor.name)
     beside = [other for each in members if (other := _IN_LIST.fullmatch(each.name))]
@@ -63,7 +63,7 @@ def _is_last_of_its_list(tensor: SavedTensor, members: Iterable[SavedTensor]) ->
 
 
 def _find_zero_last_norm(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds a norm behind the layers that is zero although no norm within the layers is.
+    """Finds a norm behind the layers that is zero although no norm within the layers is zero.
 
     Classes that add 1 to a norm's weight, such as Gemma, may keep such a norm frozen at zero, so this is damage only
     for known classes.

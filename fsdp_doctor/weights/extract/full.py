@@ -269,7 +269,9 @@ class ClosingIterator(Iterator[_T]):
 
 
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
-    """Iterator over full tensors that tells the other ranks when it is closed or dropped before its end, even unread.
+    """Iterator over full tensors that tells the other ranks when it is closed or dropped before its end.
+
+    The other ranks are also told if no tensor was read.
 
     A yielded tensor may be used in the stream that is current when it is taken. Another stream may use it after
     ``hand_out`` was called there.

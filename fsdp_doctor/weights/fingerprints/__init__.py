@@ -10,7 +10,7 @@ checkpoint_files     the fingerprint of a checkpoint on disk
 unchanged_weights    a context that raises if weights change in its body
 differences          which tensors of two fingerprints differ, and how
 
-A name is imported from its module when it is asked for: the fingerprint of a file does not need torch's FSDP.
+A name is imported from its module at its first use, because the fingerprint of a file does not need torch's FSDP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Fingerprints of blocks of memory whose places in their tensors are known, such as those of a file.
+"""Fingerprints of blocks of memory whose places in their tensors are known, such as the blocks of a file.
 
-This module needs of torch only its tensors, and not its distributed package, which takes half as long to import.
+This module imports torch, but not torch.distributed, whose import takes half as long as that of torch.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ class _SumsOverRanks:
 
     @classmethod
     def of(cls, request: ShardRequest, sums: FingerprintSums) -> Self:
-        """Returns the sums over ranks of what was summed for a request."""
+        """Returns the sums of a request, added over the ranks."""
         parts = sums.named_parts()
         return cls(parts, sums.rows(request.device), _count_rows(request, parts))
 

@@ -1,4 +1,4 @@
-"""Names of torch's dtypes, and the dtypes that words mean."""
+"""Names of torch's dtypes, and the dtypes that other words, such as ``bf16``, stand for."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class FromFirstRank:
             self._launch(bucket)
 
     def receive(self, count_written: Callable[[int], None]) -> str:
-        """Receives on the other ranks until rank 0 has sent everything. Returns rank 0's last word."""
+        """Receives on the other ranks until rank 0 has sent everything. Returns rank 0's last message."""
         while (word := self._agree("")).startswith("["):
             pieces = [_Piece(*piece) for piece in json.loads(word)]
             self._transfer(pieces, self._take_memory(), self._nothing)

@@ -236,7 +236,7 @@ def _compiles_frames() -> bool:
 def _find_callback_reader() -> Callable[[], Any] | None:
     """Returns the function that reads this thread's callback for frames; None if this torch has none.
 
-    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name tells this.
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name gives this.
     """
     return getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 
