@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--model qwen3-4b] [--out FILE] [--shapes]
 
 Times are medians on the slowest rank. A sync is ``full_tensors`` and a copy of every tensor into a receiver's memory on
-the same device, which is the fastest possible sync. Its proof is ``RepeatedFingerprint.full_tensors`` and
+the same device, which is the fastest possible sync. The proof of a sync is ``RepeatedFingerprint.full_tensors`` and
 ``RepeatedFingerprintOfTensors`` of the received tensors, read at the next sync. With --shapes, the kernel alone is also
 measured with other program shapes.
 """

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 benchmarks/host_time.py [--device cuda] [--hidden 2560]
 
-The rows are the plan made anew and kept, 11 exchanges of the ranks over the store, and whole calls with the plan made
-anew and kept. With ``--profile``, the functions that take the most time of one call are printed, too. Times are medians
+The rows are the plan, new and kept, 11 exchanges of the ranks over the store, and whole calls with a new and with a
+kept plan. With ``--profile``, the functions that take the most time of one call are printed, too. Times are medians
 of rank 0 in milliseconds; processor times do not include waiting.
 """
 

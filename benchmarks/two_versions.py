@@ -51,7 +51,7 @@ class Version:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Puts the modules of this version in place, and takes them away with those that were imported meanwhile."""
+        """Puts the modules of this version in place; at the end removes them, and all modules imported meanwhile."""
         sys.path.insert(0, str(self.root))
         sys.modules.update(self.modules)
         try:

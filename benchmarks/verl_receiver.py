@@ -28,10 +28,10 @@ Order: TypeAlias = Literal["receive", "sum", "forget", "end"]
 def load_transfer(synchronize: Callable[[], Any] | None) -> types.ModuleType:
     """Imports verl's ``bucketed_weight_transfer`` from its file.
 
-    Its package imports vLLM, and the one function that it needs of another module comes with Ray and a web server: this
-    function is taken from verl's source.
+    The module's package imports vLLM. The module needs one function of another module, which imports Ray and a web
+    server, so this function is taken from verl's source.
 
-    synchronize: waits for a device that is not verl's, which has no CUDA IPC; None for CUDA.
+    synchronize: waits for a device that verl does not know and that has no CUDA IPC; None for CUDA.
     """
     spec = importlib.util.find_spec("verl")
     assert spec is not None
@@ -63,7 +63,7 @@ def _do_nothing() -> None:
 
 
 def add_up(tensor: torch.Tensor) -> int:
-    """Returns a sum over the bytes of a tensor in which the places of the bytes count."""
+    """Returns a sum over the bytes of a tensor that also depends on the places of the bytes."""
     words = tensor.detach().reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for piece in words.split(_PIECE):
@@ -75,7 +75,7 @@ def add_up(tensor: torch.Tensor) -> int:
 class Receiver:
     """A process that holds a rollout's weights on this rank's device, and takes them from verl's sender.
 
-    index: of the CUDA device; None to receive through shared memory on the CPU.
+    index: the index of the CUDA device; None to receive through shared memory on the CPU.
     """
 
     def __init__(self, index: int | None, use_shm: bool) -> None:

@@ -1,11 +1,10 @@
-"""Counts what verl's sender of weights does, and the sender of the fix ``verl-sender``, on the emulated device.
+"""Counts the collectives and copies of verl's sender of weights and of the fix ``verl-sender``, on the emulated device.
 
     torchrun --nproc-per-node 2 benchmarks/verl_sender.py
 
-For each offload, rank 0 prints a row of the installed verl's ``get_per_tensor_param`` and a row of the fix's: the
-collectives, the copies, and the bytes that each of the two kinds takes in, on rank 0, and the bytes of all tensors that
-are sent. Counts do not depend on the machine. The model is the small Qwen3 of the matrix.
-verl_sync.py times both.
+For each offload, rank 0 prints a row for the installed verl's ``get_per_tensor_param`` and a row for the fix. A row has
+rank 0's numbers of collectives and of copies, the bytes of their results, and the bytes of all sent tensors. Counts do
+not depend on the machine. The model is the small Qwen3 of the matrix. verl_sync.py times both senders.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def count_bytes(tensors: Any) -> int:
 
 
 def count(send: Callable[[], tuple[Iterable[tuple[str, torch.Tensor]], Any]]) -> tuple[Counter, int]:
-    """Counts what a sender does while its tensors are read, and the bytes of the tensors."""
+    """Counts a sender's collectives and copies while its tensors are read, and the bytes of the tensors."""
     sent = 0
     with Counter() as counter:
         for _, tensor in send()[0]:

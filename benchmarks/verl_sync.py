@@ -2,20 +2,20 @@
 
     torchrun --nproc-per-node 2 benchmarks/verl_sync.py --device cuda --model qwen3-4b --dtype bf16,fp32
 
-A sync is what verl's ActorRolloutRefWorker.update_weights does: the engine's ``get_per_tensor_param``, verl's
+A sync has the steps of verl's ActorRolloutRefWorker.update_weights: the engine's ``get_per_tensor_param``, verl's
 BucketedWeightSender with the bucket of verl's configuration, BucketedWeightReceiver in another process on the same
-device, which copies the weights into its own tensors, and the offload of the parameters. The bucket goes through CUDA
-IPC; on the emulated device, through shared memory.
+device, which copies the weights into its own tensors, and the offload of the parameters. The bucket is sent through
+CUDA IPC or, on the emulated device, through shared memory.
 
 - ``generator`` is ``get_per_tensor_param`` alone, with every tensor dropped at once.
-- ``first`` is the first call; the others are the median of the later calls, each that of the slowest rank. GB/s is of
-  the bytes that were sent.
-- ``+MiB`` is the peak of device memory of a rank beyond what stood before, without the receiver's memory.
-- ``link`` is the least possible: the time in which the ranks gather the same bytes from device memory, and in which
-  they copy their shards of them from pinned memory.
+- ``first`` is the time of the first call; the other times are medians of the later calls. Each call counts with the
+  time of the slowest rank. GB/s are computed from the sent bytes.
+- ``+MiB`` is a rank's peak of device memory, without the memory allocated before and without the receiver's memory.
+- ``link`` gives the least possible times: in which the ranks gather the same bytes from device memory, and in which
+  they copy their shards of these bytes from pinned memory.
 
-The model has the named shape and random weights, and has trained a step. The tensors that both senders send are
-compared, and those that the receiver holds with those that were sent.
+The model has the named shape and random weights, and has trained a step. The tensors of the two senders are compared
+with each other, and the receiver's tensors with the sent tensors.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Bench:
 
     @contextlib.contextmanager
     def report_failure(self, what: str, who: str) -> Iterator[types.SimpleNamespace]:
-        """Prints what the block raised on any rank, and starts another receiver."""
+        """Prints the exceptions that the block raised on any rank, and starts another receiver."""
         result = types.SimpleNamespace(failed=False)
         error = None
         try:
@@ -327,7 +327,7 @@ class Bench:
         return Row(drained, synced, nbytes, gather(sums), gather(received))
 
     def time(self, run: Callable[[], None], after: Callable[[], None] = lambda: None) -> Timing:
-        """Times a call and its repetitions: of each, the slowest rank. Raises FailedCall on every rank or on none."""
+        """Times a call and its repetitions on the slowest rank. Raises FailedCall on every rank or on no rank."""
         seconds: list[float] = []
         peaks: list[int] = []
         while len(seconds) <= (self.options.repeat if not seconds or seconds[0] < _LONG_S else 1):
@@ -356,7 +356,7 @@ class Bench:
         return Timing(seconds[0], statistics.median(seconds[1:]), max(peaks[1:]))
 
     def describe_link(self, nbytes: int, offload: str) -> str:
-        """Says how long the ranks need to gather so many bytes, and to copy their shards of them from the host."""
+        """Describes how long the ranks take to gather ``nbytes``, and to copy their shards of them from the host."""
         world_size = dist.get_world_size()
         shard_bytes = max(nbytes // world_size, 1)
         calls = -(-shard_bytes // _PIECE_BYTES)
@@ -383,7 +383,7 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of the first call, the median of the later ones, and the peak of device memory of those."""
+    """Seconds of the first call, median seconds of the later calls, and the later calls' peak of device memory."""
 
     first: float
     later: float
@@ -392,7 +392,11 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of a sender; synced is None without a receiver. sent, received: of each rank."""
+    """Measurements of a sender.
+
+    synced: the times of the whole sync; None if there is no receiver.
+    sent, received: the sums of the sent and of the received tensors, for each rank.
+    """
 
     drained: Timing
     synced: Timing | None

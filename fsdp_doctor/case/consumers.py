@@ -1,7 +1,7 @@
 """Consumers of the entries that a method yields: the values of the axis ``consumer``.
 
 A consumer pulls the entries and yields a result for each: on rank 0 the tensor that the receiver got, on other ranks
-the entry itself. Its results are verified like the entries of a method.
+the entry itself. These results are verified like the entries of a method.
 """
 
 from __future__ import annotations

@@ -249,8 +249,8 @@ class ExtractionSteps(MatrixSteps):
     def is_reusable(self, trainer: Trainer) -> bool:
         """Returns whether the trainer can serve the next case after its step.
 
-        A trained trainer can, unless it could not continue after a step that raised. A fresh trainer is no longer
-        fresh.
+        A trained trainer can, unless it could not continue after a step that raised. A fresh trainer cannot, because
+        its step has trained it.
         """
         return self.scenario.phase.is_trained and self._goes_on
 

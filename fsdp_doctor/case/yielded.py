@@ -97,12 +97,11 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
-    """Reads one entry. Its data is complete on the host after a wait for the device.
+    """Reads one entry. The entry's data is complete on the host after a wait for the device.
 
     An exception during the read counts as the method's exception.
 
-    waits: whether the host waits for the copy, which then needs no pinned memory. This is for a case whose memory is
-    measured.
+    waits: whether the host waits for the copy, which then needs no pinned memory. A case that measures memory waits.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor

@@ -200,8 +200,9 @@ class PlainModel:
     def write_pretrained(self) -> pathlib.Path:
         """Writes the model without adapters to a Hugging Face directory of this rank, and returns the directory.
 
-        Does not use ``save_pretrained``, because only one rank would write with it. As there, a tied weight is written
-        once, under its first name: transformers 4.57 leaves the model on the meta device if it finds only the other.
+        Does not use ``save_pretrained``, because only one rank would write. Like ``save_pretrained``, writes a tied
+        weight once, under its first name: transformers 4.57 leaves a model on the meta device if its file has only the
+        other name.
         """
         from safetensors.torch import save_file
 

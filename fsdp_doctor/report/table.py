@@ -38,8 +38,8 @@ _STACK_LINES = 7
 def render(report: Report, width: int, color: bool, *, expected: Collection[str] = (), is_verbose: bool = False) -> str:
     """Renders the report as text, ``width`` columns wide. Nothing is cut, and the lines of commands are not broken.
 
-    expected: the ids of bad cases that were expected. Unless is_verbose, those that the catalogue knows are summarized,
-        in one line for each of its entries.
+    expected: the ids of bad cases that were expected. Unless is_verbose, the expected cases that the catalogue knows
+        are summarized, in one line for each entry of the catalogue.
     """
     shown: list[FailureGroup] = []
     summed: dict[str, list[FailureGroup]] = {}
