@@ -274,7 +274,7 @@ class _Reader:
         if isinstance(rank := mesh.get("_rank"), int):
             self.found.ranks.add(rank)
         if not sizes or coordinate is None:
-            raise NotRead("a DTensor whose mesh does not say where the rank stands")
+            raise NotRead("a DTensor whose mesh does not give the rank's coordinate")
         shards = order_shards(sizes, placements, facts["_spec"].get("shard_order"))
         offsets, held = compute_local_block(shape, sizes, _check_counts(coordinate), shards)
         if held != piece.shape or dtype != local_dtype:

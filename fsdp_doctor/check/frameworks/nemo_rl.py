@@ -66,7 +66,7 @@ class NemoRl(FsdpFramework[_Versions]):
             )
         if not self.settings.read_flag(f"{_DTENSOR}.enabled"):
             raise Unreadable(
-                f"{enabled}: NeMo-RL uses FSDP1 until v0.2 and refuses this setting since; neither is checked"
+                f"{enabled}: NeMo-RL uses FSDP1 up to v0.2, and newer versions refuse this setting; neither is checked"
             )
         return self.read_role(role, self.find_other_parallelisms(_DTENSOR, _DEGREES))
 

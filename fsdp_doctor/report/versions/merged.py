@@ -208,7 +208,7 @@ def read_merged_dict(data: dict[str, Any]) -> MergedReport:
         if len(case.outcomes) != len(merged.environments) or not all(
             index is None or 0 <= index < len(merged.outcomes) for index in case.outcomes
         ):
-            raise ValueError(f"{case.id} has other outcomes or environments than the report")
+            raise ValueError(f"the outcomes of {case.id} do not match the report's outcomes and environments")
     return merged
 
 
