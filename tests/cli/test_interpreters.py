@@ -28,18 +28,22 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _VERSIONS = re.findall(r"Python :: (3\.\d+)", "\n".join(_PROJECT["classifiers"]))
 _NEEDED = [text for text in _PROJECT["dependencies"] if Requirement(text).name not in ("torch", "transformers")]
 _INSTALL_SECONDS = "60"
+_DESCRIBE = """
+import importlib.util, sys
+print("%d.%d" % sys.version_info[:2], importlib.util.find_spec("torch") is not None)
+"""
 
 
 @functools.cache
 def _interpreter(version: str) -> str | None:
-    """Returns an interpreter that runs: pyenv leaves names on PATH that lead to none."""
+    """Returns an interpreter that runs and has no torch.
+
+    pyenv leaves names on PATH that lead to no interpreter, and an environment that is active comes first on PATH.
+    """
     name = f"python{version}"
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT") or pathlib.Path.home() / ".pyenv")
     for candidate in (shutil.which(name), *map(str, pyenv.glob(f"versions/{version}.*/bin/{name}"))):
-        if (
-            candidate
-            and run(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").stdout == f"{version}\n"
-        ):
+        if candidate and run(candidate, "-c", _DESCRIBE).stdout == f"{version} False\n":
             return candidate
     return None
 
