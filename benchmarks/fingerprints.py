@@ -164,6 +164,7 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
         "fingerprint_tensors": lambda: fsdp_doctor.fingerprint_tensors(received),
         "sync": lambda: sync(model, received),
         "sync_with_proof": lambda: sync(model, received, proofs),
+        "read_and_compare": proofs.compare,
     }
     found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
     found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
@@ -182,7 +183,7 @@ def extract(model: nn.Module) -> None:
 def sync(model: nn.Module, received: dict[str, torch.Tensor], proofs: Proofs | None = None) -> None:
     """Syncs the weights to a receiver on every rank. The proof is read at the next sync."""
     if proofs is not None and proofs.is_started:
-        assert not fsdp_doctor.compare_fingerprints(proofs.trained.read(), proofs.received.read())
+        proofs.compare()
     for name, tensor in proofs.trained.full_tensors() if proofs is not None else fsdp_doctor.full_tensors(model):
         received[name].copy_(tensor)
         del tensor
@@ -196,6 +197,10 @@ class Proofs:
     trained: fsdp_doctor.RepeatedFingerprint
     received: fsdp_doctor.RepeatedFingerprintOfTensors
     is_started: bool = False
+
+    def compare(self) -> None:
+        """Reads both fingerprints of the last sync, and compares them."""
+        assert not fsdp_doctor.compare_fingerprints(self.trained.read(), self.received.read())
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ class Explanation:
 
     @property
     def may_hang(self) -> bool:
-        """Whether the first consequence is one of a job that hung."""
+        """Returns whether the first consequence is that of a job that hung."""
         return self.cause is not None and self.cause.consequence in _OF_HANGS
 
     @property

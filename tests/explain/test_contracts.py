@@ -222,7 +222,7 @@ def test_the_optimizers_step_is_read_with_its_three_dtypes(tmp_path: pathlib.Pat
     assert "a parameter, its gradient and its state are not of one dtype: float and c10::BFloat16" in reading.clash
 
 
-def test_a_container_in_place_of_one_object_is_read_without_the_jobs_frame(tmp_path: pathlib.Path) -> None:
+def test_a_container_for_one_object_is_read_without_the_jobs_frame(tmp_path: pathlib.Path) -> None:
     place = _frame(f"{_SITE}/accelerate/accelerator.py", "no_sync", "model.set_requires_gradient_sync(False)")
     raised = "AttributeError: 'list' object has no attribute 'set_requires_gradient_sync'"
     reading = _read(tmp_path, "FSDP2", BEGIN, *place, raised)

@@ -133,7 +133,7 @@ def test_tracebacks_of_a_time_out_say_where_the_ranks_were(tmp_path: pathlib.Pat
     assert (explanation.showing, entry_of(explanation)) == ("hang", "rank0-only-gather-deadlock")
 
 
-def test_a_job_that_was_ended_from_outside_gets_ways_to_find_its_hang(tmp_path: pathlib.Path) -> None:
+def test_a_job_ended_from_outside_gets_ways_to_find_its_hang(tmp_path: pathlib.Path) -> None:
     signal = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 1 got signal: 15"
     said = text.render_text(explained(tmp_path, BEGIN, '  File "run.py", line 8, in <module>', signal), 10_000)
     assert "If the job hung before that" in said
