@@ -91,11 +91,11 @@ class CallContract:
 
     operation: Operation
     needs: tuple[Need, ...]
-    named: str
-    nouns: tuple[str, ...]
-    is_shown: bool
-    is_doubtful: bool
-    comes_first: bool
+    named: str = ""
+    nouns: tuple[str, ...] = ()
+    is_shown: bool = False
+    is_doubtful: bool = False
+    comes_first: bool = False
 
     @property
     def clash(self) -> str:
@@ -156,15 +156,7 @@ def read_contract(raised: Raised, around: Around) -> CallContract | None:
         )
     if innermost is None or len(innermost.need) == 1:
         return None
-    return CallContract(
-        operation=innermost,
-        needs=innermost.need,
-        named="",
-        nouns=(),
-        is_shown=False,
-        is_doubtful=False,
-        comes_first=False,
-    )
+    return CallContract(operation=innermost, needs=innermost.need)
 
 
 def _score(need: Need, text: str, shown: Mapping[str, tuple[str, bool]]) -> int:
