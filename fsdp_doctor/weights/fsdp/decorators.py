@@ -25,7 +25,7 @@ def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Runs a function of a model with the model's device as the current device, and outside of compiled code.
 
     The model is the first argument or the argument ``model``. A new thread begins with device 0 as its current device,
-    which belongs to another rank on all ranks except one.
+    which is another rank's device on all ranks but one.
     """
 
     @functools.wraps(function)
@@ -37,7 +37,7 @@ def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def enter_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which ``device`` is the current device of its type. Changes nothing for the CPU or None."""
+    """Returns a context in which ``device`` is the current device of its type; changes nothing for the CPU or None."""
     if device is None or device.type == "cpu":
         return contextlib.nullcontext()
     if device.index in (None, private.read_device_index(device.type)):
@@ -47,7 +47,7 @@ def enter_device(device: torch.device | None) -> contextlib.AbstractContextManag
 
 
 def _find_device(model: object) -> torch.device | None:
-    """Returns the device on which the model computes; None if it cannot be found, for example if ``model`` is no
+    """Returns the device on which the model computes; None if it cannot be found, for example if ``model`` is not a
     module.
     """
     if not isinstance(model, nn.Module):
@@ -62,17 +62,17 @@ def _find_device(model: object) -> torch.device | None:
 
 
 def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs ``function`` without recording a graph, so that its new tensors are ordinary tensors, even under inference
-    mode.
+    """Runs ``function`` without recording a graph and outside inference mode, so that its new tensors are ordinary
+    tensors.
 
-    Tensors made in inference mode can be written to only by threads in that mode, and only while it lasts.
+    Tensors made in inference mode can be written to only in inference mode.
     """
     # To leave inference mode also enables gradients, so that comes first.
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
-    """Makes each item in the grad mode and inference mode that are set now."""
+    """Returns an iterator that makes each item in the grad mode and inference mode that are set at this call."""
     in_inference_mode, with_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run_steps() -> Iterator[_T]:
@@ -91,8 +91,8 @@ def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
 def defer_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Runs ``function`` without automatic garbage collection, and restores the collector's setting afterwards.
 
-    Ten thousand tensors create some hundred thousand objects at once, which makes Python collect several times although
-    none of them is garbage.
+    Work on ten thousand tensors creates some hundred thousand objects, which makes Python collect several times
+    although none of them is garbage.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Experts that were divided over ranks before FSDP sharded them: groups of ranks have different experts under one name.
+"""Experts that were divided over groups of ranks before FSDP sharded them: each group has other experts under one name.
 
 The caller names the mesh along which the experts are divided, because no attribute of the model shows it.
 """
@@ -29,7 +29,10 @@ _PATTERNS = ("experts.*", "*.experts.*")
 
 
 def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
-    """Lists the (pattern, mesh) pairs. Raises TypeError for a wrong type, ValueError for a mesh of several dims."""
+    """Lists ``experts`` as pairs of a pattern of parameter names and a mesh.
+
+    Raises TypeError for a wrong type, and ValueError for a mesh of several dims.
+    """
     if experts is None:
         return ()
     pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
@@ -43,11 +46,11 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
 
 @disable_autograd
 def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelContents:
-    """Gives each parameter that matches ``experts`` its position among all experts.
+    """Sets ``placed`` of each parameter that matches ``experts`` to a tensor of all experts; returns ``contents``.
 
-    Changes ``contents`` in place. Any rank may call it alone. Raises ValueError if no parameter matches, for a
-    parameter in an FSDP1 unit, and for a parameter that is already sharded along the experts' mesh, or over a group of
-    ranks that is not a slice of the root mesh.
+    Any rank may call it alone. Raises ValueError if no parameter matches. Also raises ValueError for a parameter that
+    is in an FSDP1 unit or belongs to one numbered expert, and for a parameter that is already sharded along the
+    experts' mesh, or over a group of ranks that is not a slice of the root mesh.
     """
     if not experts:
         return contents
@@ -94,7 +97,7 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
-    """Makes a tensor without elements that stands for all experts. The parameter is a part of this tensor.
+    """Makes a DTensor without elements that stands for all experts; ``parameter`` is a part of it.
 
     ordered: the root mesh with the dim of ``mesh`` first, from ``_put_first``.
     """
@@ -131,7 +134,8 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
 def extend_mesh(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Describes the same placements on a mesh of ``meshes`` that is ``mesh`` or contains it as a submesh.
+    """Returns (mesh, placements): the same placements on the first of ``meshes`` that is ``mesh`` or contains it as a
+    submesh.
 
     Returns None if there is no such mesh. The tensor is replicated over the dims that ``mesh`` lacks, because each
     neighbour along these dims has a submesh with the same shards.

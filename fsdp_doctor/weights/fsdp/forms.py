@@ -35,7 +35,7 @@ _SCALES = ("{}_scale", "{}_scales", "{}_scale_inv", "SCB")
 class UnreadableTensors(RuntimeError):
     """Error for tensors whose memory does not hold their values: codes of a quantization, or a form that is not dense.
 
-    forms: for the name of each tensor, a description of its form.
+    forms: a description of each tensor's form, by the tensor's name.
     """
 
     def __init__(self, forms: Mapping[str, str]) -> None:
@@ -58,23 +58,21 @@ def refuse(forms: Mapping[str, str]) -> None:
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """Describes why a tensor cannot be read and filled in place; empty for any other tensor, including tensors on the
-    meta device.
-    """
+    """Describes why a tensor cannot be read or filled in place; empty if it can. The meta device is no such reason."""
     lazy_view = "a view that is conjugated or negated when it is read"
     return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
 
 
 def describe_unless_dense(tensor: torch.Tensor) -> str:
-    """Describes the form of a tensor that is not dense in memory; empty for a dense tensor."""
+    """Describes the form of a tensor that is not dense or is on the meta device; empty for any other tensor."""
     return _describe_layout(tensor) or ("on the meta device" if tensor.is_meta else "")
 
 
 def _describe_layout(tensor: torch.Tensor) -> str:
     """Describes the form of a tensor that is not dense; empty for a dense tensor.
 
-    Not dense are sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other
-    tensors (with a ``__torch_dispatch__``). Subclasses that only carry attributes, such as parameters, are dense.
+    Sparse, nested and quantized tensors, uninitialized tensors of lazy modules, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``) are not dense. Subclasses that only carry attributes, such as parameters, are dense.
     """
     if _is_wrapper(type(tensor)):
         return f"a {type(tensor).__name__}"
@@ -88,9 +86,7 @@ def _describe_layout(tensor: torch.Tensor) -> str:
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's shape, strides and dtype can be read, which a plan for other tensors of the model
-    needs.
-    """
+    """Returns whether the tensor's shape and strides can be read: False for uninitialized, sparse or nested tensors."""
     return not isinstance(tensor, _LAZY) and tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -113,7 +109,8 @@ class CodeFinder:
         self._method = "" if quantizer is None else str(getattr(method, "value", method) or type(quantizer).__name__)
 
     def describe(self, owner: ModuleTensors, key: str, tensor: torch.Tensor, shape: torch.Size | None = None) -> str:
-        """Describes the codes in the module's tensor ``key``; empty if it holds values.
+        """Describes the codes in the module's tensor ``key``, such as ``codes of HQQ``; empty if the tensor holds
+        values.
 
         shape: the shape of a parameter in an FSDP1 unit; ``tensor`` is the flat parameter in this case.
         """
@@ -148,18 +145,19 @@ def _is_of_bitsandbytes(kind: type) -> bool:
 
 @functools.cache
 def _find_kind_of_bitsandbytes(kind: type) -> str:
-    """Returns the name of the bitsandbytes class that a module's class is, or derives from, if its weights are codes.
+    """Returns the name of the bitsandbytes class with quantized weights that ``kind`` is or derives from; empty if
+    none.
 
-    Otherwise the name is empty. Base classes are searched because ``fully_shard`` derives a class from the module's.
+    Base classes are searched because ``fully_shard`` derives a class from the module's.
     """
     names = (base.__name__ for base in kind.__mro__ if _is_of_bitsandbytes(base))
     return next((name for name in names if name in _CLASSES_OF_BITSANDBYTES), "")
 
 
 def _is_weight_of(module: nn.Module, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Returns whether the tensor is a weight that is not quantized, or not yet.
+    """Returns whether a tensor of this dtype and shape is a weight of the module that is not (yet) quantized.
 
-    Codes have another shape, or one byte each.
+    Codes have another shape, or take one byte each.
     """
     sides = (("out_features", "in_features"), ("num_embeddings", "embedding_dim"))
     shapes = [tuple(getattr(module, side, None) for side in both) for both in sides]

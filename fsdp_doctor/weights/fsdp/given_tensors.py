@@ -20,12 +20,12 @@ GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> ModelContents:
-    """Returns the contents with only the given tensors, in the order and with all names of the model; unchanged if
-    ``tensors`` is None.
+    """Returns the contents with the given tensors in place of the model's own; unchanged if ``tensors`` is None.
 
-    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors. Raises ValueError
-    for a name that no parameter or persistent buffer has, for a name in an FSDP1 unit, for two different tensors for
-    one tied tensor, and for a shape that differs from the model's.
+    The result has only the given tensors, in the model's order, each with all of its names in the model. Any rank may
+    call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors. Raises ValueError for a name
+    that no parameter or persistent buffer has, for a parameter in an FSDP1 unit, for two different tensors for one tied
+    tensor, and for a shape that differs from the model's.
     """
     if tensors is None:
         return contents
@@ -88,7 +88,7 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
 
 
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors are the same memory.
+    """Returns whether two tensors have the same memory and dtype.
 
     A state dict has a separate object for each name of a tied tensor.
     """

@@ -31,7 +31,7 @@ class ModelTensor:
     """Parameter or buffer.
 
     names: the names in the model before it was wrapped, in the order of its modules; several if the tensor is tied.
-    tensor: the parameter or buffer; if FSDP2 shows the parameter unsharded now, the sharded parameter.
+    tensor: the parameter or buffer; the sharded parameter even while the module has the unsharded one.
     shown: the tensor that the modules have now.
     unit: the innermost FSDP2 module around the tensor; None if there is none.
     form: a description of the tensor's form if its memory does not hold its values, see ``forms``; otherwise empty.
@@ -61,8 +61,8 @@ class ModelContents:
     transient_buffers: the other buffers.
     stray_pieces: names of parameters that are pieces of one FSDP1 unit's flat parameter but lie in a module of another
         unit, for example tied across units with ``use_orig_params``: torch gathers them only for their own unit.
-    ambiguous: names that belong to several tensors, after the words inserted by wrappers are removed.
-    extra_states: the names in a state dict of the results of ``get_extra_state``, which may be any objects.
+    ambiguous: names that several tensors have once the words inserted by wrappers are removed.
+    extra_states: the state dict's keys for what ``get_extra_state`` returns, which may be any objects.
     ddp_ranks: the ranks of a DDP wrapper; empty without DDP.
     """
 
@@ -78,7 +78,7 @@ class ModelContents:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the largest part of the model, replicas included; empty if nothing in the model gives them."""
+        """Ranks of the model's largest mesh or FSDP1 unit, replicas included; without either, the ranks of DDP."""
         return max(self.list_ranks_of_parts(), key=len, default=self.ddp_ranks)
 
     def list_ranks_of_parts(self) -> list[tuple[int, ...]]:
@@ -114,13 +114,15 @@ class ModelContents:
 
     @property
     def lost_shards(self) -> list[str]:
-        """Names of FSDP1 units that have lost their shards."""
+        """Names of the flat parameters of FSDP1 units that have lost their shards."""
         return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
 
     def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
-        """Describes each tensor of a state dict whose memory does not hold its values, by its first name.
+        """Describes each tensor of a state dict whose memory does not hold its values; the keys are the tensors' first
+        names.
 
-        but_strided: whether to leave out tensors whose strides can be read, which a call for other tensors can skip.
+        but_strided: whether to leave out tensors whose strides can be read, since a call for other tensors can skip
+            them.
         """
         tensors = [tensor for tensor in self.list_tensors() if tensor.form]
         forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
@@ -162,7 +164,7 @@ class ModelContents:
 
 
 def describe_ambiguous(names: Sequence[str]) -> str:
-    """Describes names that several tensors of a model would have, in one sentence."""
+    """Returns a sentence that says that several tensors of a model would have each of these names."""
     return (
         f"several tensors of the model have the name {join_some(names)} after removing the words that wrappers "
         "insert into module names, so all but one would be lost: rename the modules"
@@ -222,7 +224,9 @@ def read(model: nn.Module) -> ModelContents:
 
 
 def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
-    """Returns the part of a training step that has begun and has not ended, for example because it raised."""
+    """Returns the part of a training step that has begun and has not ended, for example because it raised; None between
+    steps.
+    """
     found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
     return "backward" if "backward" in found else "forward" if "forward" in found else None
 
@@ -285,9 +289,9 @@ def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -
 
 
 def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
-    """Lists the names of a parameter, one for each place of its module in the model.
+    """Lists the names of a parameter: one for each name of the module, or modules, that have it.
 
-    unit: the prefix of the unit's names, for a module that is not in the model any more.
+    unit: the prefix of the unit's names, used for a module that is no longer in the model.
     """
     names = [
         name
@@ -309,7 +313,7 @@ def _read_parameters(
 ) -> tuple[ModelTensor, ...]:
     """Reads the parameters that are in no FSDP1 unit.
 
-    The parameters that modules of FSDP1 units have now are added to their units' ``shown``.
+    Also fills ``shown`` of each FSDP1 unit with the parameters that its modules have now.
     """
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
     parameters: dict[int, ModelTensor] = {}

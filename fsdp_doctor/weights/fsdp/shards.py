@@ -23,8 +23,8 @@ class LayoutError(RuntimeError):
 
 
 class Stretches(NamedTuple):
-    """Elements of a flattened tensor: ``rows`` rows of ``length`` elements, the starts of neighbouring rows ``step``
-    apart.
+    """Elements of a flattened tensor: ``rows`` rows of ``length`` elements, which begin at ``first``, ``first + step``,
+    etc.
     """
 
     first: int
@@ -41,7 +41,7 @@ class Stretches(NamedTuple):
 class LocalPart:
     """Part of a tensor that one rank holds.
 
-    runs: for each dim of the tensor, the indices that the rank holds, in the order of its shard.
+    runs: for each dim of the tensor, the ranges of indices that the rank holds, in the order of its shard.
     """
 
     runs: tuple[_Runs, ...]
@@ -85,7 +85,7 @@ class LocalPart:
                 yield Stretches(first, len(column) * strides[last], strides[last - 1], len(row))
 
     def list_blocks(self) -> Iterator[tuple[Slices, Slices]]:
-        """Yields (place in the tensor, place in the shard) of each block."""
+        """Yields (slices of the tensor, slices of the shard) for each block of the shard."""
         for block in itertools.product(*map(_place_runs, self.runs)):
             yield tuple(whole for whole, _ in block), tuple(own for _, own in block)
 
@@ -93,9 +93,9 @@ class LocalPart:
 def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> LocalPart:
     """Computes the part of a tensor of ``shape`` that a rank holds; the part is empty if the rank is not in the mesh.
 
-    mesh: the ranks, in the form of ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each divides,
-    like torch.chunk, the parts that the dims before it left. Raises LayoutError for a placement that is neither
-    replicated nor sharded.
+    mesh: the ranks, in the form of ``DeviceMesh.mesh``. The dims of the mesh are applied from the first to the last;
+        each divides the parts that the previous dims left, like torch.chunk. Raises LayoutError for a placement that is
+        neither replicated nor sharded.
     """
     found = (mesh == rank).nonzero()
     if not len(found):
@@ -117,7 +117,7 @@ def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements
 
 
 def _choose_chunk(runs: _Runs, count: int, index: int) -> _Runs:
-    """Returns one of ``count`` chunks of the indices, divided like torch.chunk; the last chunks may be shorter, or
+    """Returns chunk ``index`` of the indices, divided into ``count`` chunks like torch.chunk; the last may be short or
     empty.
     """
     length = -(-sum(map(len, runs)) // count)

@@ -50,8 +50,8 @@ class Snapshot:
     ) -> tuple[list[nn.Module], list[torch.Tensor], list[torch.Tensor], list[object]]:
         """Reads all facts on which a plan depends. Returns (modules, tensors, local tensors, facts).
 
-        Tensors are compared by id and by further facts, because a new tensor can get the id of a freed one. The facts
-        are columns of all tensors, because a function call for each tensor would take the host longer.
+        Tensors are compared by id and by further facts, because a new tensor can get the id of a freed one. Each fact
+        is one list over all tensors, because a function call for each tensor would be slower.
         """
         modules, names, listed = private.list_modules_and_tensors(reader.find_innermost(model))
         tensors = [tensor for tensor in listed if tensor is not None]

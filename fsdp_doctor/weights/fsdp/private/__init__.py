@@ -78,9 +78,10 @@ class GradientSwitches:
 
     @property
     def effects(self) -> tuple[bool, bool, bool, str]:
-        """Describes what a backward does under these switches.
+        """Tuple (synchronizes, all_reduces, ends, divisor), equal for units whose gradients are reduced in the same
+        way.
 
-        A divisor that equals torch's own counts as no change.
+        If no divisor was set, the number of ranks is the divisor, as in torch.
         """
         return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
 
@@ -101,7 +102,7 @@ class ModuleTensors:
 
 
 def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
-    """Lists every module, under each of its names, in the order of ``named_modules``.
+    """Lists every module, once for each of its names, in the order of ``named_modules``.
 
     Private: ``Module._modules``, ``_parameters`` and ``_buffers``, because the public walk nests a generator for each
     level, and a model of tens of thousands of modules is read for each extraction; ``_non_persistent_buffers_set``,
@@ -121,10 +122,10 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
 
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Lists every module, the names in each, and every tensor, as cheaply as possible; used to detect changes.
+    """Returns (modules, names, tensors): all of the model's, listed as cheaply as possible to detect changes.
 
-    The names of submodules that are None are listed a second time. Private: ``Module._modules``, ``_parameters`` and
-    ``_buffers``, as in :func:`list_module_tensors`.
+    ``names`` has the names in each module; the names of submodules that are None are listed a second time. Private:
+    ``Module._modules``, ``_parameters`` and ``_buffers``, as in :func:`list_module_tensors`.
     """
     modules: list[nn.Module] = [model]
     names: list[Any] = []
@@ -185,7 +186,7 @@ def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
 
 
 def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
-    """Returns the part of a training step that is running in this thread, for a caller inside the step, such as a hook.
+    """Returns the part of a training step in which this thread is, for example in a hook; None outside of a step.
 
     Private: ``torch._C._current_graph_task_id``, because no public name says whether a backward is running.
     """
@@ -234,7 +235,7 @@ def _compiles_frames() -> bool:
 
 @functools.cache
 def _find_callback_reader() -> Callable[[], Any] | None:
-    """Returns the function that reads this thread's callback for frames; None if this torch has none.
+    """Returns torch's function that reads this thread's callback for compiling frames; None if this torch has none.
 
     Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name gives this.
     """
@@ -244,7 +245,7 @@ def _find_callback_reader() -> Callable[[], Any] | None:
 def find_place_reader(device: torch.device) -> Callable[[], tuple[int, Any]]:
     """Returns a function that reads the index of the current device and a key of the current stream of ``device``.
 
-    The keys differ between streams. The device must not be the CPU, and must be initialized. Private:
+    Different streams have different keys. The device must not be the CPU, and must be initialized. Private:
     ``torch._C._cuda_getDevice`` and ``_cuda_getCurrentRawStream``. The function is called for each tensor, and
     ``torch.cuda.current_stream`` makes an object each time.
     """
@@ -260,7 +261,7 @@ def find_place_reader(device: torch.device) -> Callable[[], tuple[int, Any]]:
 
 
 def read_device_index(device_type: str) -> int:
-    """Returns the current device's index.
+    """Returns the index of the current device of this type.
 
     Private: ``torch._C._cuda_getDevice``, which ``torch.cuda.current_device`` calls.
     """
@@ -278,7 +279,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def list_step_hooks(module: nn.Module) -> list[Any]:
-    """Returns a module's forward and backward hooks, by number. No public name lists the registered hooks."""
+    """Returns four dicts of a module's hooks: forward pre-hooks, forward hooks, backward pre-hooks and backward hooks.
+
+    No public name lists the registered hooks.
+    """
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
 
 
@@ -291,8 +295,7 @@ def list_optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
-    """Runs FSDP1's lazy initialization, which the first forward runs before it computes and which makes the local
-    shards.
+    """Runs FSDP1's lazy initialization, which makes the local shards and would otherwise run in the first forward.
 
     Private: ``_runtime_utils._lazy_init``.
     """
@@ -316,8 +319,7 @@ _PLAIN_INSIDE = {
 
 
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor in its present memory, half-moved or not. A plain tensor is returned
-    unchanged.
+    """Returns this rank's part of a tensor, in whatever memory it is now; a plain tensor is returned unchanged.
 
     For a subclass that holds the weight as one plain tensor, returns the plain tensor. Nothing is copied, and no
     collective is called. Private: ``DTensor._local_tensor``, because in newer versions ``to_local()`` makes a view of a
@@ -346,7 +348,7 @@ def read_spec(tensor: DTensor) -> Any:
 
 
 def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the root mesh of a slice, or the mesh itself if it is no slice.
+    """Returns the mesh from which ``mesh`` was sliced; ``mesh`` itself if it is not a slice.
 
     Private: ``DeviceMesh._get_root_mesh``; in older versions a method of ``_mesh_resources``.
     """
@@ -372,11 +374,12 @@ def read_stated_chunk(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int,
 
 
 def count_interleaved(placement: Placement) -> int | None:
-    """Returns the number of stretches into which a dim is cut before each stretch is sharded; None if no dim is
-    sharded.
+    """Returns the number of stretches into which a dim is cut before each is sharded; None if ``placement`` shards no
+    dim.
 
-    The result is 1 for ``Shard``. Private: ``_StridedShard.split_factor``, the placement that ``fully_shard`` gives a
-    dim that tensor parallelism sharded first; only in older versions it is a subclass of Shard.
+    The result is 1 for ``Shard``. Private: ``_StridedShard.split_factor``. ``_StridedShard`` is the placement that
+    ``fully_shard`` gives to a dim that tensor parallelism has already sharded. It is a subclass of Shard only in older
+    versions.
     """
     if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
         return int(get(placement, "split_factor"))
@@ -384,7 +387,7 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """Makes the ``ShardPlacementResult`` for a parameter with a separate mesh.
+    """Makes the ``ShardPlacementResult`` for a parameter that is sharded over ``mesh`` instead of its module's mesh.
 
     ``ShardPlacementResult`` and ``FSDPMeshInfo`` have no public names.
     """
@@ -455,7 +458,7 @@ def make_views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence
 
 
 def release_workspaces(device: torch.device) -> None:
-    """Frees the workspaces that cuBLAS keeps for each stream that has multiplied; without CUDA it does nothing.
+    """Frees the workspaces that cuBLAS keeps for each stream that ran a matrix product; does nothing without CUDA.
 
     The next product allocates a workspace again. Private: ``torch._C._cuda_clearCublasWorkspaces``, since there is no
     public name.

@@ -16,7 +16,9 @@ from fsdp_doctor.weights.fsdp.private import GradientSwitches, OpenStep, get
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Place of one parameter in a unit's flat parameter, which is ``flat.as_strided(shape, stride, offset)``."""
+    """Place of one parameter in a unit's flat parameter; the parameter is ``flat.as_strided(shape, stride,
+    offset)``.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -30,7 +32,7 @@ class Fsdp1Unit:
     prefix: the prefix of the unit's names, empty or ending with a dot.
     names: all names of each parameter, in the order of the flat parameter; tied names come last.
     shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless unsharded.
-    forms: by a parameter's first name, a description of its form if its elements are not its values, see ``forms``.
+    forms: descriptions of parameters that hold codes of a quantization, by first name, see the module ``forms``.
     """
 
     prefix: str
@@ -60,9 +62,9 @@ class Fsdp1Unit:
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """Memories that this rank's shard has now, each 1-D: usually one; two if ``_local_shard`` lies elsewhere.
+        """1-D tensors in whose memory this rank's shard is now: usually one; two if ``_local_shard`` has other memory.
 
-        A forward under mixed precision reads ``_local_shard``; all other code reads the first memory.
+        A forward under mixed precision reads ``_local_shard``; all other code reads the first of the two.
         """
         shard = _find_sharded_flat(self._handle)
         local = getattr(self.flat_parameter, "_local_shard", shard).detach()
@@ -70,8 +72,8 @@ class Fsdp1Unit:
 
     @property
     def attributes_with_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Present attributes that hold this rank's shard, and the parts of the shard that belong to original parameters
-        (or None).
+        """Pair (shards, parts): the tensors that hold this rank's shard now, and each original parameter's part of it,
+        or None.
 
         A verification uses all of them, because it must not assume which attribute torch reads. Private:
         ``FlatParameter.data`` if it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded
@@ -91,11 +93,11 @@ class Fsdp1Unit:
 
     @property
     def has_lost_shard(self) -> bool:
-        """True if the shard is lost: the present shard has another length than the unit's shards
+        """True if the shard is lost: its memory has another length than the unit's shards
         (``FlatParameter._sharded_size``).
 
-        A manual offload stores the flat parameter as the local shard; while the unit is unsharded, it stores the whole
-        instead.
+        A manual offload stores the flat parameter as the local shard. If the unit is unsharded at that time, the whole
+        flat parameter takes the shard's place.
         """
         shard = self.shard
         is_short = shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
@@ -103,14 +105,15 @@ class Fsdp1Unit:
 
     @property
     def is_recast(self) -> bool:
-        """True if the unit was cast after lazy initialization, which leaves its local shard in the earlier dtype."""
+        """True if the unit was cast after lazy initialization; a cast leaves the local shard in the earlier dtype."""
         return len({memory.dtype for memory in self.memories}) > 1
 
     def unite_memories(self) -> None:
-        """Gives a sharded unit one memory again, with the values that its next unshard would read, like a reshard.
+        """Makes a sharded unit's flat parameter, local shard and original parameters share memory again, as a reshard
+        does.
 
-        Original parameters are written back and made views again. ``_local_shard`` stays separate memory if it lies on
-        another device. Private: ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
+        The memory has the values that the next unshard would read. ``_local_shard`` stays separate if it is on another
+        device. Private: ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
         """
         handle = self._handle
         flat_param, shard = self.flat_parameter, _find_sharded_flat(handle)
@@ -128,7 +131,7 @@ class Fsdp1Unit:
 
     @property
     def host_gradient(self) -> torch.Tensor | None:
-        """Pinned memory, as large as the shard, in which a unit under CPUOffload keeps its gradient.
+        """Pinned memory, as large as the shard, in which a unit under CPUOffload keeps its gradient; None without it.
 
         Private: ``_cpu_grad``.
         """
@@ -162,7 +165,7 @@ class Fsdp1Unit:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks with the same shard under HYBRID_SHARD.
+        """Process group of the ranks with the same shard under HYBRID_SHARD; None under other strategies.
 
         Private: ``_inter_node_pg`` of the module.
         """
@@ -170,11 +173,10 @@ class Fsdp1Unit:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have a part of the unit or a copy: the ranks of the given mesh, otherwise the ranks of the unit's
-        groups.
+        """Ranks that have a shard of the unit, replicas included.
 
-        Private: ``FullyShardedDataParallel._device_mesh``. Without a mesh, each rank's two groups are a row and a
-        column of a grid.
+        Private: ``FullyShardedDataParallel._device_mesh``. Under HYBRID_SHARD without a mesh, each rank's two groups
+        are a row and a column of a grid.
         """
         if self.replica_group is None:
             return tuple(dist.get_process_group_ranks(self.group))
@@ -201,7 +203,7 @@ class Fsdp1Unit:
 
     @property
     def open_step(self) -> OpenStep | None:
-        """Part of a training step that has begun and has not ended, for example because it raised.
+        """Part of a training step that has begun and has not ended, for example because it raised; None between steps.
 
         Private: ``FlatParamHandle._training_state``.
         """
@@ -243,7 +245,7 @@ class Fsdp1Unit:
 
     @property
     def keeps_originals(self) -> bool:
-        """True if the optimizer has each original parameter's part of the shard.
+        """True under ``use_orig_params``, where the optimizer has the original parameters and not the flat parameter.
 
         Private: ``FlatParamHandle._use_orig_params``.
         """
@@ -266,8 +268,9 @@ class Fsdp1Unit:
     def views(self) -> list[torch.Tensor]:
         """Views of the flat parameter that were made at its last use.
 
-        Without ``use_orig_params`` they are the modules' present tensors (``FlatParameter._param_infos``). With it they
-        are the tensors that a forward keeps for its backward, until the next forward (``FlatParameter._tensors``).
+        Without ``use_orig_params``, these are the modules' present tensors (``FlatParameter._param_infos``). With
+        ``use_orig_params``, these are the tensors that a forward keeps for its backward, until the next forward
+        (``FlatParameter._tensors``).
         """
         if self.keeps_originals:
             return [tensor for tensor in get(self.flat_parameter, "_tensors") or () if tensor is not None]
@@ -281,7 +284,7 @@ class Fsdp1Unit:
         return list(get(self.flat_parameter, "_shapes"))
 
     def read_layout(self) -> list[FlatSlice]:
-        """Reads the range of each parameter in the flat parameter, in the order of the names.
+        """Reads the place of each parameter in the flat parameter, in the order of the names.
 
         The flat parameter keeps each parameter's strides and, with ``use_orig_params``, has alignment gaps. Private:
         ``FlatParamHandle._get_unflat_views``, called for a flat parameter on the meta device.
@@ -303,11 +306,11 @@ class Fsdp1Unit:
 
 
 def close_forward(model: nn.Module) -> None:
-    """Puts the units of a model into the state between two steps after a forward that raised.
+    """Returns the FSDP1 units of a model to the idle state between two steps, after a forward that raised.
 
-    The hook that reduces a unit's gradient stays registered after such a forward, and the next forward registers no
-    other. If the flat parameter moves for a forward, as under an offload, autograd has dropped the hook by then, and
-    the next step would use the previous step's gradient. Private: ``FlatParameter._post_backward_hook_state``, and
+    The hook that reduces a unit's gradient stays registered after such a forward, so the next forward would register no
+    new hook. Under an offload, the flat parameter moves for each forward, and autograd drops the old hook: the next
+    step would use the previous step's gradient. Private: ``FlatParameter._post_backward_hook_state``, and
     ``_post_backward_hook_handle`` if the forward was compiled.
     """
     for module in model.modules():
@@ -393,9 +396,9 @@ def _find_sharded_flat(handle: Any) -> torch.Tensor:
 
 
 def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Lists the original parameters that are not views of the shard: (parameter, where its part of the shard begins).
+    """Lists (parameter, begin of its part of the shard) for each original parameter that is not a view of the shard.
 
-    Empty without ``use_orig_params``, and unless the modules have sharded parameters now. Private:
+    Empty without ``use_orig_params``, and while the modules do not have sharded parameters. Private:
     ``FlatParameter._param_infos``, ``_shard_param_infos``, ``FlatParamHandle._skipped_use_sharded_views``.
     """
     flat_param = get(handle, "flat_param")

@@ -20,8 +20,8 @@ _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 class Fsdp2Unit:
     """State that ``fully_shard`` made for one module, or list of modules, that owns parameters.
 
-    is_initialized: whether torch's lazy initialization, at the first forward, was done.
-    state: its FSDPState.
+    is_initialized: whether torch's lazy initialization, at the first forward, has run.
+    state: the ``FSDPState``.
     """
 
     compute_device: torch.device
@@ -56,10 +56,11 @@ class Fsdp2Unit:
 
     @property
     def replaced(self) -> list[tuple[nn.Module, str]]:
-        """Modules and names whose present parameter is not the one that the unit gathers; empty before initialization.
+        """Pairs (module, name) whose present parameter is not the one that the unit gathers; empty before lazy
+        initialization.
 
-        A unit looks at its modules again only in ``Module._apply`` and in a load. A parameter that ``setattr`` puts
-        there, for example to tie it, is therefore gone at the next forward. Private: ``FSDPParam._module_info``.
+        A unit looks for new parameters only in ``Module._apply`` and in a load. A parameter that was assigned with
+        ``setattr``, for example to tie it, is therefore gone at the next forward. Private: ``FSDPParam._module_info``.
         """
         places: list[tuple[nn.Module, str]] = []
         for param in _list_params(self.state) if self.is_initialized else ():
@@ -75,10 +76,10 @@ class Fsdp2Unit:
 
     @property
     def tied_places(self) -> list[list[tuple[nn.Module, str]]]:
-        """Groups of places, (module, name), that were tied before ``fully_shard``; the unit has one parameter for each
+        """Groups of (module, name) pairs that were tied before ``fully_shard``; the unit has one parameter for each
         group.
 
-        An unshard gives all places of a group this parameter, whatever they have now. Private:
+        An unshard assigns this parameter to all pairs of the group, whatever they have now. Private:
         ``ParamModuleInfo.shared_modules``.
         """
         infos = [get(param, "_module_info") for param in _list_params(self.state)]
@@ -90,10 +91,11 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """Parameters whose memory is not the memory that the unit gathers, each with whether the unit can gather it.
+        """Pairs (parameter, whether the unit can gather it) of the parameters whose memory is not what the unit gathers
+        now.
 
-        The unit can gather it if the parameter is placed as it was when it was sharded (``FSDPParam._sharding_spec``),
-        has the same dtype (``orig_dtype``), and is contiguous.
+        The unit can gather a parameter from its new memory if the parameter is placed as when it was sharded
+        (``FSDPParam._sharding_spec``), has the same dtype (``orig_dtype``), and is contiguous.
         """
         moved: list[tuple[nn.Parameter, bool]] = []
         for param, parameter in find_moved_parameters(self.state):
@@ -131,7 +133,8 @@ class Fsdp2Unit:
     def recast(self) -> list[nn.Parameter]:
         """Parameters of the unit whose dtype was changed after its first forward.
 
-        The unit sizes its buffers and casts its gradients by the earlier dtype. Private: ``FSDPParam.orig_dtype``.
+        The unit still sizes its buffers and casts its gradients by the earlier dtype. Private:
+        ``FSDPParam.orig_dtype``.
         """
         params = _list_params(self.state) if self.is_initialized else ()
         pairs = [(get(param, "sharded_param"), get(param, "orig_dtype")) for param in params]
@@ -139,10 +142,10 @@ class Fsdp2Unit:
 
     @property
     def has_pending_gather(self) -> bool:
-        """True if a gather was launched whose result no forward has used.
+        """True if an all-gather was launched and no forward has used its result.
 
         Private: ``FSDPParamGroup._all_gather_result``. An explicit prefetch, ``unshard(async_op=True)``, or a step that
-        raised leaves such a gather.
+        raised leaves an all-gather pending.
         """
         return any(get(group, "_all_gather_result") is not None for group in _list_groups(self.state))
 
@@ -176,7 +179,7 @@ def list_states(model: nn.Module) -> list[Any]:
 
 
 def find_compute_device(module: FSDPModule) -> torch.device | None:
-    """Returns the device on which an FSDP2 module gathers; None if it owns no parameter.
+    """Returns the device on which an FSDP2 module gathers its parameters; None if it owns no parameter.
 
     Private: ``FSDPParamGroup.device``.
     """
@@ -198,11 +201,11 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Puts units whose step was not completed into the state between two steps.
+    """Returns units to the idle state between two steps, after a step that was not completed.
 
-    Returns the parameters whose gradients it discards. These are gradients that were not reduced, which no
-    ``zero_grad`` of an optimizer reaches. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but
-    keeps these gradients, so that the next backward adds to them. The device must have no work left.
+    Discards gradients that were not reduced, which no ``zero_grad`` of an optimizer reaches, and returns their
+    parameters. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but keeps these gradients, so
+    that the next backward adds to them. The device must have no work left.
     """
     discarded: list[nn.Parameter] = []
     for state in states:
@@ -242,12 +245,11 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter new memory on ``device`` with the same values. Its unit then gathers from this
-    memory.
+    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit then gathers.
 
     The parameters stay the same objects, because an optimizer refers to them. Private:
-    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the
-    shard, without its padding, and pageable.
+    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because the new memory that ``Module.to`` gives has no
+    padding and is not pinned.
     """
     for param in (param for state in list_states(model) for param in _list_params(state)):
         gathered, parameter = get(param, "_sharded_param_data"), get(param, "sharded_param")
@@ -266,7 +268,7 @@ def _return_to_idle(holder: Any) -> None:
 
 
 def _empty(holder: Any, name: str) -> None:
-    """Empties an attribute that not every version of torch has."""
+    """Clears the attribute ``name``, or sets it to None; does nothing if this version of torch does not have it."""
     value = getattr(holder, name, None)
     if isinstance(value, (list, dict)):
         value.clear()
@@ -290,10 +292,11 @@ def _discard_gradient(param: Any) -> bool:
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yields pairs: the unsharded parameter that a module shows, or showed last, and the sharded parameter.
+    """Yields (unsharded, sharded) for each parameter that a module has, or had last, in its unsharded form.
 
-    After a forward without a backward the root still shows its parameters unsharded, in the compute dtype. Private:
-    ``FSDPParam.sharded_param``, because no public name gives the sharded parameters while they are not shown.
+    After a forward without a backward, the root still has unsharded parameters, in the compute dtype. Private:
+    ``FSDPParam.sharded_param``, because no public name gives the sharded parameters while the modules have unsharded
+    ones.
     """
     for param in _list_params(state):
         for shown in _SHOWN_IN_ITS_PLACE:
@@ -339,7 +342,10 @@ def _list_params(state: Any) -> list[Any]:
 
 
 def _read_divisor(group: Any) -> str | None:
-    """Reads the factor by which gradients are divided. torch 2.6 and 2.7 store an operator of NCCL instead."""
+    """Reads the factor by which gradients are divided, as text; None if none was set.
+
+    torch 2.6 and 2.7 store an operator of NCCL instead, for which the text is ``another factor``.
+    """
     factor = getattr(group, "gradient_divide_factor", None)
     if factor is None:
         return "another factor" if getattr(group, "reduce_scatter_reduce_op", None) is not None else None
