@@ -221,7 +221,8 @@ def verl_weights(
 def verl_shards(
     model: nn.Module, **options: Unpack[ShardOptions]
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
-    """Replaces verl's ``get_per_tensor_param_shard``: yields (name, this rank's shard, verl's ShardSpec).
+    """Replaces verl's ``get_per_tensor_param_shard``: returns an iterator of (name, this rank's shard, verl's
+    ShardSpec), and None instead of an adapter's configuration.
 
     A shard is 1-D and on the device. FSDP1's flat shards are also yielded, whereas verl's own function knows only
     DTensors. verl must be installed. Arguments, errors and the calling ranks are the same as for

@@ -1,7 +1,7 @@
-"""Full tensors, or this rank's shards, of a sharded model in every state that the matrix knows.
+"""Full tensors, or this rank's shards, of a sharded model, whatever state it is in: offloaded, partly moved, unsharded.
 
 Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for, and gathered
-there. The model is never moved or changed, so it does not matter whether ``model.to(device)`` left modules half-moved
+there. The model is never moved or changed, so it does not matter whether ``model.to(device)`` left modules partly moved
 (verl issue 5995) or flat shards are on the CPU (verl PR 4726).
 
 full            full_tensors, weights_info, full_state_dict: one extraction, step by step

@@ -1,7 +1,7 @@
 """Extraction of full tensors: plan, read shards, gather, yield; and the full state dict on the host.
 
-``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` does the rest: while
-one bucket is yielded, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
+``full_tensors`` checks its arguments and gets the plan, which the module ``plan`` keeps. ``Pipeline.run`` does the
+rest: while one bucket is yielded, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def weights_info(
 
     It communicates nothing, copies nothing, and touches no device.
 
-    Any rank may call it alone; verl's ``get_actor_weights_info``, which PR 4726 mends, gathers. Arguments and errors
-    are those of :func:`full_tensors`.
+    Any rank may call it alone, whereas verl's ``get_actor_weights_info``, which PR 4726 mends, gathers. Arguments and
+    errors are those of :func:`full_tensors`.
     """
     arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, names=names, experts=experts)
     plan, _ = get_plan(model, arguments, tensors)

@@ -1,7 +1,7 @@
 """Shards of this rank: the rank's part of each tensor, its place in the whole tensor, and an iterator that loads all
 parts.
 
-Shards come on the device, cast and merged like full tensors. No weight is gathered.
+Shards are yielded on the device, cast and merged like full tensors. No weight is gathered.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch if other ranks may have different tensors under one name. Plain tensors are not judged."""
+    """Raises PlanMismatch if other ranks may have different tensors under one name. Plain tensors are not checked."""
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))
 
@@ -227,7 +227,7 @@ or all shards into which nothing is merged, on any device and in any dtype."""
 def load_shards(
     request: ShardRequest, deltas: Mapping[str, list[Delta]], *, shows: ShownShards
 ) -> Generator[LoadedShard]:
-    """Yields every shard once, without communication.
+    """Yields each requested shard once, without communication.
 
     deltas: the result of :func:`gather_deltas`.
     """
@@ -322,7 +322,7 @@ class _LoadedBucket:
     """Shards of one bucket.
 
     done: the event after the loading; None if nothing is loaded.
-    in_use: memory that must be kept until that event.
+    in_use: memory that must be kept until the event ``done``.
     """
 
     results: list[LoadedShard]

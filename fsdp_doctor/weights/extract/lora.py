@@ -92,7 +92,7 @@ def check(lora: str) -> None:
 
 
 def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[Source], dict[str, list[LoraAdapter]]]:
-    """Returns the sources to yield, renamed as they are yielded, and the adapters to merge into each weight.
+    """Returns the sources to yield, under their output names, and the adapters to merge into each weight.
 
     Raises NotImplementedError for an adapter that cannot be merged, RuntimeError if adapters that are merged in place
     hide the base, and ValueError for "adapter" unless exactly one adapter is active.

@@ -109,6 +109,7 @@ class Plan:
     ready: the indices of the shards that a collective can read without a copy.
     names: the names under which the sources' tensors are yielded.
     in_step: whether a bucket is gathered only when the work of every rank's caller has finished.
+    compared: the lines that must be the same on all ranks.
     """
 
     all_sources: list[Source]
@@ -341,7 +342,7 @@ def list_shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
 
 
 def list_ranks(sources: Sequence[Source]) -> tuple[int, ...]:
-    """Lists the ranks that take part: the largest of the model's shard groups contains the others."""
+    """Lists the ranks that take part: the ranks of the model's largest shard group, which contains the other groups."""
     return max((shard_group.ranks for shard_group in list_shard_groups(sources)), key=len, default=(0,))
 
 

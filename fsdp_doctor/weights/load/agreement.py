@@ -37,9 +37,10 @@ class LoadAgreement:
     def begin(
         self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison, names: str = ""
     ) -> tuple[Holders, str]:
-        """Compares the ranks' plans. Returns who has the source (only rank 0, or every rank), and rank 0's ``names``.
+        """Compares the ranks' plans. Returns who has the source, only rank 0 or every rank, and rank 0's ``names``.
 
-        Raises LoadError if neither is the case, or if the files of the ranks differ.
+        Raises LoadError if only other ranks have a source, if the kinds of source differ, or if the files of the ranks
+        differ.
         """
         if len(self._ranks) == 1:
             if source.kind is None:
@@ -66,7 +67,9 @@ class LoadAgreement:
         )
 
     def _compare_files(self, source: LoadSource) -> None:
-        """Raises LoadError on a rank whose files differ from rank 0's. The other ranks raise when they agree again."""
+        """Raises LoadError on a rank whose files differ from rank 0's. The other ranks raise it at the next
+        agreement.
+        """
         digests = source.digest_files()
         first_digests = tuple(self.agree(" ".join(digests)).split())
         if first_digests != digests:

@@ -1,4 +1,4 @@
-"""Load for which only rank 0 has the full tensors: it sends each rank the bytes of its part, bucket by bucket.
+"""Load for which only rank 0 has the full tensors: rank 0 sends each rank the bytes of its part, bucket by bucket.
 
 While one bucket is sent, the next is read. A bucket has a lane for each rank that receives anything; a tensor that does
 not fit into the rest of the lanes continues in the next bucket. Rank 0 writes its own part directly. Ranks that hold
@@ -6,8 +6,8 @@ the same part pass it on to each other.
 
 After the ranks have agreed to a bucket, and until its collectives are launched, nothing may fail on only one rank. All
 memory for the buckets is therefore allocated in advance: rank 0 announces the length of a lane, and before the first
-bucket each rank allocates two buckets, or one if there is only one. An error on a rank after the collectives reaches
-the other ranks at the next agreement.
+bucket each rank allocates two buckets, or one if one is enough. An error on a rank after the collectives reaches the
+other ranks at the next agreement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _MOST_PENDING = 2
 
 @dataclass(frozen=True)
 class _Piece:
-    """Piece of one target: at most ``length`` bytes of each rank's part, from the byte ``start`` on."""
+    """Piece of the target number ``index``: at most ``length`` bytes of each rank's part, from the byte
+    ``start`` on.
+    """
 
     index: int
     start: int
@@ -118,7 +120,7 @@ class FromFirstRank:
         self._free = [self._allocate() for _ in range(count)]
 
     def send(self, values: Iterable[tuple[int, Value]]) -> None:
-        """Sends tensors. Only rank 0 calls it.
+        """Sends each tensor's parts to the ranks that hold them. Only rank 0 calls it.
 
         values: pairs of the index of a target and its full tensor.
         """
@@ -147,7 +149,9 @@ class FromFirstRank:
             self._launch(bucket)
 
     def receive(self, count_written: Callable[[int], None]) -> str:
-        """Receives on the other ranks until rank 0 has sent everything. Returns rank 0's last message."""
+        """Receives buckets until rank 0 has sent everything, and returns rank 0's last message. All ranks but rank 0
+        call it.
+        """
         while (word := self._agree("")).startswith("["):
             pieces = [_Piece(*piece) for piece in json.loads(word)]
             self._transfer(pieces, self._take_memory(), self._nothing)

@@ -87,13 +87,13 @@ def load_full_tensors(
     for tensors that are not laid out in the source like the shards.
 
     model: a model under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not),
-        under any offload, also half-moved or, under FSDP2, on the meta device, before the first forward or after
-        training.
-    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor); a
-        safetensors file; or a directory of such files with or without an index. An iterable may reuse the memory of a
-        tensor after the next tensor is requested, and a generator is closed at the end. If every rank has the source,
-        each rank reads only its own rows and nothing is communicated. If only rank 0 has the source, the other ranks
-        pass None or an empty mapping. A tied tensor may have any of its names in the source, or several of them.
+        under any offload, before the first forward or after training. It may be partly moved to another device or,
+        under FSDP2, be on the meta device.
+    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor); a safetensors
+        file; or a directory of such files with or without an index. An iterable may reuse the memory of a tensor after
+        the next tensor is requested, and a generator is closed at the end. If every rank has the source, each rank
+        reads only its own rows and nothing is communicated. If only rank 0 has the source, the other ranks pass None or
+        an empty mapping. A tied tensor may have any of its names in the source, or several of them.
     strict: False leaves tensors that the source lacks unchanged, and skips tensors that the model does not have. The
         report names the tensors of both kinds. Shapes and dtypes must fit in any case. Results of ``get_extra_state``
         in the source are skipped; the report names the skipped entries that the model has, too.
@@ -102,7 +102,7 @@ def load_full_tensors(
         checkpointing, torch.compile; peft's names stay as they are). ``hub``: the names in files of
         ``save_pretrained``. These files may have a separate tensor for each expert of a fused tensor. ``auto``: the
         names that the source has; for an iterable, the model's names. Or a mapping in the form of
-        :func:`read_hub_view`. With all names, each rank reads only its own rows.
+        :func:`read_hub_view`. With any of these, each rank reads only its own rows.
     experts: see :func:`full_tensors`; for experts whose groups of ranks have different experts under one name. The
         source has all experts as one tensor, and each rank gets its own experts.
     tensors: see :func:`full_tensors`; the tensors to fill instead of the model's own, such as an average of its
@@ -112,8 +112,8 @@ def load_full_tensors(
         the buffers that are not given: after ``to_empty`` their values are undefined.
     bucket_bytes: device memory of one bucket, in bytes.
     check_sums: whether tensors in files of :func:`save_full_tensors` are compared with the checksums of their save
-        before anything is written. The ranks of a node divide the files among themselves, so each node reads each
-        byte one additional time. Files of other programs have no sums; the report says how many tensors were compared.
+        before anything is written. The ranks of a node divide the files among themselves, so each node reads each byte
+        one additional time. Files of other programs have no sums; the report says how many tensors were compared.
 
     Raises LoadError on every rank, before anything is written, for
 
@@ -257,7 +257,8 @@ def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
 
 
 def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> tuple[str, ...]:
-    """Waits for copies from and to the shards on all streams, and puts the model into the state between two steps.
+    """Waits for copies from and to the shards on all streams, and returns the model to the idle state between two
+    steps.
 
     Parameters that a forward without a backward left unsharded, a pending gather, and the leftovers of a step that
     raised would otherwise be used again, with values from before the load. Returns the names of the parameters whose
@@ -288,7 +289,7 @@ def fill_targets(
     prepare_model: Callable[[], None] = lambda: None,
     share: Share | None = None,
 ) -> LoadReport:
-    """Matches the source with the targets, reads it, and writes each rank's parts.
+    """Matches the source with the targets, reads it, writes each rank's parts, and returns the report.
 
     prepare_model: a function that is called before the first write, after all ranks have found that they can write.
     share: this rank's share of the files, whose checksums from the save are compared before the first write; None to

@@ -24,7 +24,7 @@ from fsdp_doctor.weights.names.views import Box, TensorView, find_box
 class Replicas:
     """Ranks that hold the same part.
 
-    group: None for all ranks of the model.
+    group: the process group of the ranks; None for all ranks of the model.
     source: the rank that gets the part first.
     """
 
@@ -33,7 +33,7 @@ class Replicas:
 
 
 class Layout(ABC):
-    """Division of one tensor, or of many tensors of one kind, over the ranks.
+    """Division of a tensor, or of many tensors that are divided alike, over the ranks.
 
     owners: the ranks that get their parts directly from rank 0. Only rank 0 and the owners are sure to have the same
         list.
@@ -49,10 +49,10 @@ class Layout(ABC):
 
     @abstractmethod
     def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
-        """Computes the part that a rank holds of a tensor of ``shape``, in the order of ``arrange``."""
+        """Computes which part of a full tensor of ``shape``, as ``arrange`` returns it, a rank holds."""
 
     def arrange(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the full tensor in the order in which it is divided."""
+        """Returns a view of the full tensor in the order of elements in which it is divided."""
         return full
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
@@ -62,10 +62,11 @@ class Layout(ABC):
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 
     def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
-        """Returns the layout of a part of a tensor of ``shape``: (layout, this rank's part of the tensor, slices of
-        that part).
+        """Returns, for a view of a tensor of ``shape``, (its layout, this rank's part of the tensor, slices of this
+        part).
 
-        Returns None if this rank's elements of the part cannot be described by ranges.
+        The slices select the elements of the view. Returns None if this rank's elements of the view cannot be described
+        by ranges.
         """
         box = find_box(view, shape)
         if box is None:
@@ -75,7 +76,7 @@ class Layout(ABC):
 
 
 class _InBox(Layout):
-    """Layout of a part of a tensor that is divided along its dims.
+    """Layout of a box, which has a range in each dim, of a tensor that is divided along its dims.
 
     shape: the shape of the whole tensor.
     """
@@ -154,9 +155,9 @@ class Whole(Layout):
 
 
 class Layouts:
-    """Makes each layout of a model once, since there are few and reading a mesh is slow.
+    """Layouts of a model's tensors; each is made once, since there are few and reading a mesh is slow.
 
-    meshes: the meshes of all ranks.
+    meshes: the meshes that have all ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> None:
@@ -213,7 +214,7 @@ class InFlatParameter(Layout):
         return LocalPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
 
     def find_slices(self, shape: torch.Size) -> Slices:
-        """Returns the slices of this rank's shard that are its part of the parameter."""
+        """Returns the slice of this rank's shard that holds the rank's part of the parameter."""
         rank = dist.get_rank()
         (run,) = self.compute_part(shape, rank).runs[0]
         begin = run.start + self._offset - self._shards.places[rank] * self._shards.length if len(run) else 0

@@ -28,7 +28,7 @@ _MOST_NAMES = 3
 class Matching:
     """Pairs of tensors of the source and the targets that they fill.
 
-    A tied target may come under several of its names if the values are the same.
+    The source may have a tied target under several of its names if the values are the same.
 
     names: by the target's index, the names under which the source has the target.
     superfluous: names in the source that belong to no target.

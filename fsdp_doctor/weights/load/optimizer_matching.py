@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ScalarEntry:
-    """Entry of a parameter's state: one value, such as a step.
+    """Entry of a parameter's state: one value, such as a step count.
 
     dtype: the dtype if the value is in a tensor; None otherwise.
     """
@@ -64,9 +64,9 @@ Entries: TypeAlias = dict[str, TensorEntry | ScalarEntry]
 
 @dataclass
 class StateOutline:
-    """Everything that each rank has to know of a full optimizer state: all but the values of its tensors.
+    """Full optimizer state without the values of its tensors; every rank has to know it.
 
-    entries: the entries of each parameter's state, by the parameter's name and the key.
+    entries: the entries of each parameter's state, by the parameter's name and then by key, such as ``exp_avg``.
     groups: the options of each param group, and the names of its parameters under ``params``.
     """
 
@@ -88,13 +88,16 @@ class StateOutline:
 
     @staticmethod
     def from_word(word: str) -> StateOutline:
-        """Unpickles an outline that rank 0 of this process group sent as a word."""
+        """Unpickles an outline that rank 0 of this process group made with ``to_word``."""
         outline: StateOutline = pickle.loads(base64.b85decode(word))
         return outline
 
 
 def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
-    """Reads the outline of a full state, and its tensors by ``name_entry``. Raises LoadError or TypeError."""
+    """Reads a full state; returns its outline, and its tensors under the names that ``name_entry`` makes.
+
+    Raises TypeError or LoadError if the source has another format.
+    """
     if isinstance(source, str | os.PathLike):
         raise TypeError(
             f"{_FORMAT}, not the path {source}: pass torch.load({str(source)!r}, mmap=True, weights_only=True)"
@@ -142,7 +145,7 @@ def name_entry(key: str, name: str) -> str:
 
 
 def read_option(option: Any) -> Any:
-    """Returns an option of a param group with numbers instead of tensors of one value, such as a learning rate on a
+    """Returns an option of a param group with numbers in place of one-element tensors, such as a learning rate on a
     device.
 
     Other tensors are copied to the host.
@@ -170,11 +173,11 @@ class StateForm(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPart:
-    """Parameter of the model, as a part of a parameter of the optimizer.
+    """Parameter of the model that is one of the optimizer's parameters, or a part of one.
 
     shape: the shape of the full parameter.
-    slices: this rank's part of it in the optimizer's flat parameter; None if the part is the whole parameter of the
-        optimizer.
+    slices: the place of this rank's part in the optimizer's flat parameter; None if the optimizer has no flat parameter
+        but this parameter itself.
     """
 
     names: tuple[str, ...]
@@ -503,7 +506,9 @@ class StateMatching:
                 assert_never(self._dtype)
 
     def _find_name_in_source(self, part: ParameterPart) -> str:
-        """Finds which of the part's names the source has: one with entries or, failing that, one in a param group."""
+        """Finds the name of the part in the source: a name with entries, otherwise a name in a param group, otherwise
+        empty.
+        """
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
         return next(with_entries, next(listed, ""))
@@ -511,7 +516,7 @@ class StateMatching:
     def _match_groups(self, parameters: Sequence[OptimizerParameter]) -> dict[int, dict[str, Any]]:
         """Returns the checkpoint's options for each group of the optimizer.
 
-        Raises LoadError if the groups' parameters differ.
+        Raises LoadError if the checkpoint's groups divide the parameters in another way.
         """
         by_ours: dict[int, tuple[int, str]] = {}
         by_theirs: dict[int, tuple[int, str]] = {}

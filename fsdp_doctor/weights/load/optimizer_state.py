@@ -83,15 +83,15 @@ def load_optimizer_state(
     bucket_bytes: device memory of one bucket, if only rank 0 has the source.
 
     Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
-    parameter, or whole on each rank if the optimizer keeps them so. They stay on the device of the earlier state.
+    parameter, or whole on each rank if the optimizer keeps them so. Tensors stay on the device of the earlier state.
     Without earlier state they are put on the device on which a training step needs them: on the CPU under an offload
-    policy, otherwise on the compute device, even while a framework has moved the parameters to the CPU. A step is a
-    host tensor, or a device tensor if its group is ``capturable`` or ``fused``, and stays on its device if there was
-    one before; a number gets the type that the optimizer uses. The options of the param groups are the checkpoint's,
-    except for those that choose an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``); an
-    option that is a tensor, such as a learning rate or a beta, is filled in place. A parameter that the checkpoint
-    lists without any state, because it never had a gradient, has none afterwards; the report names these as
-    ``without_state``.
+    policy, otherwise on the compute device, even while a framework has moved the parameters to the CPU. A step count is
+    a host tensor, or a device tensor if its group is ``capturable`` or ``fused``; if the state already has a step
+    count, its device is kept. A number gets the type that the optimizer uses. The options of the param groups are the
+    checkpoint's, except for those that choose an implementation (``foreach``, ``fused``, ``capturable``,
+    ``differentiable``); an option that is a tensor, such as a learning rate or a beta, is filled in place. A parameter
+    that the checkpoint lists without any state, because it never had a gradient, has none afterwards; the report names
+    these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for
 
@@ -198,7 +198,7 @@ class _NewState:
         self._complete()
 
     def _complete(self) -> None:
-        """Lets a copy of the optimizer process the state, as ``load_state_dict`` does at its end.
+        """Calls ``__setstate__`` of a copy of the optimizer with the state, as ``load_state_dict`` does at its end.
 
         This converts step counts from numbers to tensors. Raises LoadError if the optimizer cannot use the state.
         """
@@ -279,7 +279,10 @@ class _NewState:
 
 
 def _fill_option(before: Any, value: Any) -> Any:
-    """Fills a tensor in place, such as a learning rate to which other code refers. Other values are replaced."""
+    """Returns the new value of an option: ``value``, or the tensor ``before`` filled with it.
+
+    A tensor is filled in place because other code may refer to it, for example to a learning rate.
+    """
     match before:
         case torch.Tensor():
             return before.copy_(value) if isinstance(value, torch.Tensor) else before.fill_(value)

@@ -78,7 +78,9 @@ class Cast(Portion):
 
 
 def make_portion(value: Value, layout: Layout, part: LocalPart, dtype: torch.dtype) -> Portion:
-    """Makes a portion of a full tensor, in the order of a shard's elements, cast to the dtype."""
+    """Returns ``part`` of a full tensor as a portion to be read, in the order of the shard's elements and cast to
+    ``dtype``.
+    """
     if isinstance(value, torch.Tensor):
         return _make_portion_of_memory(value.detach(), layout, part, dtype)
     stretches = layout.list_stretches(value.shape, part)
@@ -91,7 +93,7 @@ def make_portion(value: Value, layout: Layout, part: LocalPart, dtype: torch.dty
 
 
 def compute_checksum(source: Portion) -> int:
-    """Computes a checksum of 64 bits; different bytes have the same checksum with a probability of 2 ** -64."""
+    """Computes a checksum of 64 bits; different bytes are very unlikely to have the same checksum."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator, device="cpu") | 1
     total = source.nbytes
@@ -132,7 +134,7 @@ class Destination:
 
 
 class LocalParts:
-    """Writes this rank's parts of full tensors that this rank has or can read."""
+    """Writer of this rank's parts of full tensors, for a rank that has the tensors or can read them from files."""
 
     def __init__(self, copies: HostCopies, streams: Streams) -> None:
         self._rank = dist.get_rank()

@@ -145,14 +145,16 @@ def _list_tensors(
 
 
 def _get_torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """Returns the torch dtype of this name. Raises BadFile if it is newer than this torch."""
+    """Returns the torch dtype called ``dtype``. Raises BadFile, with the tensor's ``name``, if this torch does not have
+    it.
+    """
     if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
         raise BadFile(f"has the dtype {dtype}, which torch {torch.__version__} does not have", name)
     return found
 
 
 def _refuse_torch_file(file: OpenFile) -> None:
-    """Raises BadFile for a file that is not of safetensors, if it begins as the files of torch.save do."""
+    """Raises BadFile if the file begins like the files of torch.save."""
     begin = file.read(0, min(file.size, len(_ZIP)))
     if begin == _ZIP:
         raise BadFile(f"is a zip file, as of torch.save, not a safetensors file: {_TORCH_LOAD}")
@@ -162,7 +164,7 @@ def _refuse_torch_file(file: OpenFile) -> None:
 
 @contextlib.contextmanager
 def _refuse_unopened(path: pathlib.Path) -> Iterator[None]:
-    """Raises LoadError, as on all other ranks, for an absent file, and for one that cannot be opened."""
+    """Raises LoadError instead of OSError for a file that is absent or cannot be opened, as all other ranks do."""
     try:
         yield
     except FileNotFoundError as error:

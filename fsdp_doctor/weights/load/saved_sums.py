@@ -36,9 +36,11 @@ class _Expected(NamedTuple):
 
 
 def find_share(ranks: Sequence[int], world_size: int) -> Share:
-    """Divides the files among the ranks of a node, by torchrun's numbers, because each node may have separate files.
+    """Returns this rank's share of the files. The ranks of a node divide them, because each node may have separate
+    files.
 
-    If the numbers are unknown, or not all ranks load, each rank compares all files.
+    The share follows from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE. If these are unknown, or not all ranks load, each
+    rank compares all files.
     """
     index, count = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if len(ranks) == world_size and index.isdecimal() and count.isdecimal() and int(index) < int(count):

@@ -51,7 +51,7 @@ class SourceNames:
     def divide(self, targets: Sequence[Target]) -> list[Target]:
         """Divides fused targets into the parts that have names in the source.
 
-        Raises LoadError for a part that is not a range.
+        Raises LoadError for a part whose elements on this rank are not a slice of the shard.
         """
         if self._hub is None:
             return list(targets)

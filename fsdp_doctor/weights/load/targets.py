@@ -42,8 +42,8 @@ class Target:
 
     names: all names of the tensor, any of which the source may have.
     shape, dtype: the shape and dtype of the full tensor.
-    shard: a function that returns this rank's part in place, with as many elements as the layout says. It first gives
-        memory to a part on the meta device.
+    shard: a function that returns this rank's shard, or a view of it, with as many elements as the layout says. It
+        first gives memory to a shard on the meta device.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class ModelPlace:
     ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load.
     known_group: an existing group of exactly these ranks, or None.
     device: the device on which this rank communicates.
-    meshes: the meshes of all ranks.
+    meshes: the meshes that have all ranks.
     partial: names of tensors that rank 0 cannot divide: their mesh has only some of the ranks, and is not a submesh of
         a mesh of all ranks.
     """

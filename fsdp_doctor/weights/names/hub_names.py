@@ -4,7 +4,8 @@ itself.
 transformers 5.0.0 and newer converts a checkpoint when it loads it (for example, tensors of single experts into one
 fused tensor), and ``revert_weight_conversion`` reverts this when it saves (read in 5.0.0 and 5.23.0). This module runs
 the reversion on meta tensors with the model's names and shapes, while copies are replaced by the tensor itself. Each
-result is then a view, which shows the part of a tensor of the model that it is. No table of model families is needed.
+result is then a view of a tensor of the model, and shows which part of this tensor it is. No table of model families is
+needed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ModelClassUnknown(HubNamesUnknown):
 
 @dataclass(frozen=True, eq=False)
 class HubNames:
-    """Names that differ from the model's own names.
+    """Names to use instead of the model's own: the Hub's, or names that the caller gave.
 
     views: for each name, the part of a tensor of the model that the name stands for.
     """
@@ -84,14 +85,14 @@ class HubNames:
 
 
 def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
-    """Maps the Hub's name of each tensor that ``save_pretrained`` would write to the part of the model's tensor.
+    """Maps the Hub's name of each tensor that ``save_pretrained`` would write to a part of one of the model's tensors.
 
     A fused ``experts.gate_up_proj`` has a view for each projection of each expert. The result has all names of a tied
     tensor. Only attributes are read: any rank may call it alone, for a model under FSDP in any state, also on the meta
     device.
 
     Raises HubNamesUnknown (NamesError) if the model is not one of transformers, if transformers is older than 5.0.0,
-    and for a quantized model. Raises NamesError (ValueError), with the names, for tensors that are no views of one of
+    and for a quantized model. Raises NamesError (ValueError), with the names, for tensors that are not views of one of
     the model's tensors, such as a projection that is fused on the Hub but not in the model.
     """
     return revert_names(model, list_shapes(reader.read(model)))
@@ -122,10 +123,12 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
 
 
 def read_parameter_order(config: str) -> ParameterOrder:
-    """Returns the names of a model's parameters in the order of ``named_parameters``, by which optimizers number them.
+    """Returns a model's parameters in the order of ``named_parameters``, by which optimizers number them.
 
-    config, errors: see :func:`read_hub_parts`. The decayed parameters are those of ``Trainer`` in the installed
-    transformers (``get_decay_parameter_names``; read in 4.57.6 and 5.23.0).
+    The result also has the parameters that ``Trainer`` in the installed transformers decays, or None if these cannot be
+    determined (``get_decay_parameter_names``; read in 4.57.6 and 5.23.0).
+
+    config, errors: see :func:`read_hub_parts`.
     """
     model = _build_on_meta(config)
     names = tuple(name for name, _ in model.named_parameters())
@@ -203,7 +206,9 @@ def check_names(names: Names) -> None:
 
 @disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
-    """Makes the result of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
+    """Returns what :func:`read_hub_view` returns, for tensors with the given names and shapes instead of the
+    model's.
+    """
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors differ from the Hub's tensors of the base model")

@@ -20,7 +20,7 @@ _MOST_NAMES = 10
 
 
 class NamesError(ValueError):
-    """Error for names that a model's tensors cannot be given. The message says which names, and why."""
+    """Error for names that do not fit the model's tensors. The message says which names, and why."""
 
 
 class TensorView(NamedTuple):
@@ -68,13 +68,13 @@ class Box:
         return sorted(range(len(dims)), key=lambda dim: dims[dim])
 
     def arrange(self, view: torch.Tensor) -> torch.Tensor:
-        """Returns the view with the tensor's dims."""
+        """Returns the view with the dims of the tensor, in the tensor's order."""
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
         """Cuts out the part of the box that a rank holds.
 
-        Returns the indices of that part in the box, and its slices in the rank's shard.
+        Returns the part's indices in the box, and its slices in the rank's shard.
 
         part: the part of the whole tensor that the rank holds.
         """

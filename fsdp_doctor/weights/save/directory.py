@@ -3,10 +3,10 @@
 The hidden folder is in the same file system, and no program that loads models looks into it. Each rank of the save
 holds a lock on a file in the folder; the system releases the lock whenever the process ends.
 
-While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save. At
-first this is the new checkpoint, in the hidden folder, until the former one is complete in a second hidden folder. From
-then on it is the former one, until the new one is complete in the directory. A file in the hidden folder lists the
-moves. After a save that was killed, the next save moves the former checkpoint back.
+While the files get their names, a complete checkpoint exists in one folder at any moment, whatever stops the save.
+First, the new checkpoint is complete in the hidden folder, while the former checkpoint is moved into a second hidden
+folder. Then the former checkpoint is complete there, while the new checkpoint is moved into the directory. A file in
+the hidden folder lists the moves. After a save that was killed, the next save moves the former checkpoint back.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class SaveDirectory:
         return ""
 
     def allocate(self, name: str, nbytes: int, header: bytes = b"") -> None:
-        """Makes a file of the given size, or enlarges a file to it. Raises SaveError if there is no room."""
+        """Makes a file of the given size that begins with ``header``, or enlarges an existing file. Raises SaveError if
+        there is no room.
+        """
         fd = os.open(self.partial / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -306,7 +308,9 @@ class _Commit:
 
     @classmethod
     def describe_in(cls, partial: pathlib.Path) -> str:
-        """Returns the sentence of ``describe``; empty if no file is getting its name."""
+        """Returns the sentence of ``describe`` for the moves listed in ``partial``; empty if no moves are
+        listed there.
+        """
         with contextlib.suppress(SaveError):
             return cls.read(partial).describe() if (partial / _COMMIT).exists() else ""
         return ""

@@ -63,7 +63,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """The result of a save, the same on every rank except for ``num_written``.
+    """Result of a save, the same on every rank except for ``num_written``.
 
     files: the names of the weight files.
     num_bytes: the number of bytes that all ranks wrote.
@@ -270,7 +270,7 @@ def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step:
 
 
 def _write_config(model: nn.Module, plan: _Plan, directory: pathlib.Path) -> None:
-    """Writes the files in addition to the weights that ``from_pretrained`` needs, for a model of transformers.
+    """Writes the files that ``from_pretrained`` needs in addition to the weights, if the model is one of transformers.
 
     The configuration's dtype is taken from the weight files, because after a step that raised the modules may show
     another dtype, or none.

@@ -196,7 +196,7 @@ def _make_file(
 def _find_place(
     part: ParameterPart, value: torch.Tensor, entry: SavedEntry, place: RankPlace
 ) -> tuple[torch.Tensor, ShardPlace, Turn]:
-    """Returns (this rank's elements, their place in the whole tensor, whether this rank or another writes them)."""
+    """Returns (this rank's elements, their place in the whole tensor, the chunks of them that this rank writes)."""
     if entry.form is not StateForm.SHARD:
         local = private.read_local_tensor(value)
         whole = ShardPlace(numel=local.numel(), offset=0, stride=compute_row_major_strides(local.shape))

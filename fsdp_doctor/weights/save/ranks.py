@@ -127,7 +127,9 @@ def leave_sums(saving: SaveDirectory, rank: int, writer: Writer) -> None:
 
 
 def collect_sums(saving: SaveDirectory, ranks: Sequence[int], num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the CRC-32 of each tensor. Raises SaveError unless the ranks together have written every byte once."""
+    """Returns the CRC-32 of each tensor. Raises SaveError unless the ranks have written as many bytes as the tensors
+    have.
+    """
     sums, num_written, expected = dict.fromkeys(num_bytes, 0), 0, sum(num_bytes.values())
     for rank in ranks:
         of_rank = msgspec.json.decode((saving.partial / f"rank-{rank}.sums").read_bytes(), type=_RankSums)

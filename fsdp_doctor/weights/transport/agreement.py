@@ -4,8 +4,8 @@ leave.
 Before the first collective each rank compares its plan with the others'. After that, each rank promises to take part in
 the collectives of a number of buckets, even if it fails before they begin. Each promise covers twice as many buckets as
 the one before. A rank that leaves announces this before the next promise, so that the other ranks raise instead of
-waiting in a collective. The store is used O(log) times in the number of buckets. A store is used because a group may
-have only NCCL, whose collectives cannot be cancelled once they are launched.
+waiting in a collective. For n buckets, the store is used O(log n) times. A store is used because a group may have only
+NCCL, whose collectives cannot be cancelled once they are launched.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _lock = threading.Lock()
 def count_agreements() -> int:
     """Returns the number of agreements of this process.
 
-    Ranks that agree with each other must have made equally many.
+    Ranks that agree with each other must have made the same number of agreements.
     """
     return sum(_num_agreements.values())
 
@@ -101,7 +101,7 @@ class ComparedPlan:
 
 
 class Agreement:
-    """Agreement over one extraction, load or save.
+    """Agreement over one extraction, load or save. At each stage, the ranks wait for each other.
 
     ranks: all ranks that take part; each must make an agreement.
     speaker: the rank whose message all ranks get at each stage; None if there are no messages.
@@ -272,9 +272,10 @@ class Agreement:
         return conclusion
 
     def _come_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
-        """Comes to the next stage. Returns the answer of the last rank to come.
+        """Waits for all ranks at the next stage, and returns the answer of the last rank to come.
 
-        The answer is the conclusion of this last rank, or says whether any rank promised only one bucket.
+        The answer is the result of ``conclusion``, if this is given. Otherwise it says how the ranks continue: with one
+        bucket, with all promised buckets, or with a comparison.
         """
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
@@ -354,7 +355,7 @@ class Agreement:
     def _note_wait(self, seconds: float) -> None:
         """Notes in the store that this rank waits, and warns once about ranks that do not come to a call.
 
-        A thread waits over this thread's connection meanwhile, so another one is made.
+        For this it makes another connection, because a thread is waiting over this thread's connection.
         """
         is_to_be_noted = seconds >= _SECONDS_BEFORE_NOTE and not self._has_noted
         is_to_be_warned = seconds >= _SECONDS_BEFORE_WARNING and not self._stage and not self._has_warned
@@ -379,11 +380,11 @@ class Agreement:
         return f"{self._make_stage_key()}/waits/{rank}"
 
     def _list_waiting_ranks(self, store: dist.Store) -> list[int]:
-        """Lists this rank and those that have noted that they wait, too."""
+        """Lists this rank and the other ranks that have noted that they wait."""
         return [rank for rank in self._ranks if rank == self._rank or store.check([self._make_waiting_key(rank)])]
 
     def _name_missing_ranks(self, store: dist.Store, waiting: Sequence[int]) -> str:
-        """Names the ranks that have not come to the stage; empty if one that has come has not noted yet that it
+        """Names the ranks that have not come to the stage; empty unless each rank that has come has noted that it
         waits.
         """
         came = store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS

@@ -164,8 +164,8 @@ class Division:
         are smaller.
 
         If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, because the largest tensor needs
-        that memory in any case. A part of an FSDP1 unit is a separate bucket, in addition to the tensors that earlier
-        parts began.
+        that memory in any case. A part of an FSDP1 unit is a separate bucket; the tensors that earlier parts began take
+        memory in addition to it.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes
         parts = list(self._make_parts())

@@ -29,6 +29,6 @@ class Delta:
         return rows.reshape(-1)[skipped : skipped + numel]
 
     def block(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Computes a block of the product."""
+        """Computes the block of the product with these rows and columns."""
         left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
         return (left[rows] @ right[:, columns]) * self.scaling

@@ -36,7 +36,7 @@ class Portion(ABC):
 
     nbytes: the length of the part.
     extra_bytes: the size of memory that was allocated only for this part.
-    memory: the bytes of the part, 1-D, if they are in memory.
+    memory: the bytes of the part, 1-D, if they are in memory; otherwise None.
     """
 
     nbytes: int
@@ -95,7 +95,7 @@ class _Submission:
     def read_one(self, read: Callable[[_Batch], None]) -> None:
         """Reads one batch. Any thread may call it, as often as there are batches.
 
-        No reference to the batch is left when it counts as read, since its target is part of a bucket.
+        No reference to the batch is left when it counts as read, since the batch keeps the memory of a bucket alive.
         """
         try:
             read(self._batches.popleft())
@@ -120,7 +120,7 @@ class _Submission:
 
 
 class HostCopies:
-    """Copies from pageable memory into targets of 1-D bytes. The sources must not change until ``finish`` has returned.
+    """Copies portions of tensors into targets of 1-D bytes. The sources must not change until ``finish`` has returned.
 
     most_threads: the largest number of threads of this rank.
     chunk_bytes: the size of a pinned buffer; each thread has two.
@@ -279,7 +279,7 @@ class _Chunks:
 
 
 def count_threads(most: int = 16) -> int:
-    """Returns the number of the host's processors for each of its ranks, at least 2 and at most ``most``."""
+    """Returns the host's number of processors divided by its number of ranks, but at least 2 and at most ``most``."""
     processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(most, processors))
 

@@ -62,7 +62,9 @@ class CastBuffer:
         self.turn = 0
 
     def reserve_half(self, turn: int) -> torch.Tensor:
-        """Returns the next half. Loads with this turn wait until the earlier contents of the half have been cast."""
+        """Returns the next half. Later loads on the loading stream ``turn`` wait until the half's earlier contents were
+        cast.
+        """
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
             self._streams.begin_loading()
@@ -133,7 +135,8 @@ class Loader:
             self._submitted = self._copies.submit()
 
     def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
-        """Loads, casts and merges the remaining pieces. Afterwards all targets are filled, in the order of the streams.
+        """Launches the loads, casts and merges of the remaining pieces. When the streams have done them, all targets
+        are filled.
 
         deltas: the deltas to add to each tensor, with unsharded factors on the device.
         """
@@ -152,7 +155,7 @@ class Loader:
         self._missing = []
 
     def spoil(self) -> None:
-        """Fills targets that were not loaded with NaN or 0, after ``begin`` or ``finish`` has failed.
+        """Writes NaN or 0 into the targets that were not loaded, after ``begin`` or ``finish`` has failed.
 
         It needs no memory.
         """

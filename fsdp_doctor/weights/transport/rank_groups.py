@@ -64,11 +64,13 @@ class BuffersDiffer(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of tensors on this rank that other groups of ranks may also have.
+    """This rank's part of a tensor, or of an FSDP1 unit, of which other groups of ranks may have copies.
 
     names: the first name of a tensor; for an FSDP1 unit, the first name of each of its parameters.
     place: the part's index among the model's shards.
     ranks: the ranks that have the tensor together; empty if each rank has all of it.
+    relation: how the groups' tensors are related: ``plain`` and ``buffer`` are whole on each rank, ``copies`` are
+        equal.
     """
 
     names: tuple[str, ...]
@@ -103,7 +105,7 @@ class RankGroups:
         return replace(self, parts=[part for part in self.parts if part.place in places])
 
     def find_unknown(self) -> dict[str, Conflict]:
-        """Returns the names that are refused without asking other ranks, each with its conflict."""
+        """Returns the conflicts that are refused without asking other ranks, by the tensors' names."""
         return {
             name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
             for part in self.parts
@@ -174,7 +176,9 @@ def _relate(
 
 
 def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """Yields dims of ``whole``. Along these dims, ``mesh`` is this rank's slice of ``whole``, by names and ranks."""
+    """Yields each set of dims of ``whole`` along which ``mesh``, by names and ranks, is this rank's slice of
+    ``whole``.
+    """
     here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
     for count in range(1, whole.ndim):
         for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():
@@ -308,7 +312,7 @@ def _sample_values(shard: torch.Tensor) -> list[float] | None:
 
 
 def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
-    """Finds a conflict between groups; None if all of them have copies.
+    """Returns [relation, groups] if the groups' values of a tensor conflict; None if all groups have copies.
 
     values: for each rank, its group, its position in the group, and some elements.
     """

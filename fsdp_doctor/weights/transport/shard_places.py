@@ -23,8 +23,8 @@ class ShardPlace:
     numel: the number of elements in the shard; 0 if the rank has nothing of the tensor.
     offset: the index of the shard's first element in the flattened tensor, if the shard's elements are consecutive
         there; None for a shard that was cut along another dim than the first.
-    stride: the strides of the flattened tensor. They are row-major, except for an FSDP1 parameter that was not
-        contiguous when it was wrapped: the offset then counts along ``tensor.as_strided(shape, stride)``.
+    stride: the strides of the whole tensor. They are row-major, except for an FSDP1 parameter that was not contiguous
+        when it was wrapped: the offset then counts elements in the order of these strides.
     mesh, placements: the mesh and the placements of the DTensor; None for FSDP1's flat shards, for tensors that are
         whole on every rank, and for a part of a fused tensor with a separate name on the Hub.
     group: the group over which FSDP1's flat shard, or a part of a fused tensor, is divided into ranges; None for all
@@ -63,7 +63,7 @@ class ShardPlace:
 class SourceShard:
     """Shard of this rank, read from its present memory.
 
-    local: the elements, 1-D, in the order of the place.
+    local: the elements, 1-D, in the order that ``place`` describes.
     shape: the shape in which the shard is yielded.
     """
 

@@ -89,7 +89,9 @@ class Rows:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Placed:
-    """DTensor with any other placements (other dims, several mesh dims), which DTensor's own redistribution gathers."""
+    """DTensor that is neither Plain nor Rows (other dims, several mesh dims); DTensor's own redistribution
+    gathers it.
+    """
 
     spec: TensorSpec
     place: int

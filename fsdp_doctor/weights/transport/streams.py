@@ -80,13 +80,16 @@ class HomeStream:
             tensor.record_stream(callers)
 
     def _find_callers(self) -> Any:
-        """Returns the caller's current stream; None if that is this stream, or on the CPU, which has none."""
+        """Returns the caller's current stream; None if the caller's stream is this stream, or on the CPU."""
         if self._read_place is None or self._place is None or self._read_place()[1] == self._place[1]:
             return None
         return self._module.current_stream(self._device)
 
     def _enter(self, callers: Any) -> contextlib.AbstractContextManager[Any]:
-        """Enters the stream and its device, since another thread may take the next tensor."""
+        """Returns a context of this stream, or only of its device if ``callers`` is None.
+
+        It is needed because another thread may take the next tensor.
+        """
         if callers is not None:
             context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
             return context

@@ -304,7 +304,7 @@ class PackedGather(TensorTransfer):
 
 
 class Redistribution(TensorTransfer):
-    """Gather of a DTensor with any other placements, by DTensor's redistribution.
+    """Gather of a DTensor that is not sharded by rows over one group, by DTensor's redistribution.
 
     Deltas are added to the full tensor.
     """
