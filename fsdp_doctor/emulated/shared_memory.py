@@ -12,11 +12,12 @@ _TOKEN_BYTES = 16
 
 
 def open_for_group(store: dist.Store, rank: int, size: int, nbytes: int) -> int:
-    """Returns a descriptor of a file of ``nbytes`` zeros that all ranks have open.
+    """Returns a descriptor of a file of ``nbytes`` zeros that all ranks have open; -1 on all ranks if any rank cannot
+    open it.
 
-    Returns -1 on all ranks if a rank cannot open it. All ranks must call it. Rank 0 creates the file without a name in
-    a file system, so that a killed rank leaves nothing behind. The other ranks open it through /proc. A token at its
-    end distinguishes it from a file of another host.
+    All ranks must call it. Rank 0 creates the file without a name in a file system, so that a killed rank leaves
+    nothing behind. The other ranks open the file through /proc. A token at the file's end distinguishes it from a file
+    of another host.
     """
     file = _create(store, nbytes) if rank == 0 else _open(store, nbytes)
     store.set(f"memory/{rank}", "yes" if file >= 0 else "no")

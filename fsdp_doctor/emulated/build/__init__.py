@@ -43,14 +43,15 @@ _UNITS = (
 
 
 class EmulationUnavailable(ImportError):
-    """Raised when the device cannot be built here. The message is one sentence with the reason and a remedy."""
+    """Error for a device that cannot be built here. The message is one sentence with the reason and a remedy."""
 
 
 def find_library() -> pathlib.Path:
     """Finds the shared library for this torch: an installed one, else one from the cache, else one that is built now.
 
     Any number of processes may call it at once: one builds, and the others wait. If the cache cannot be written or is
-    full, the library is kept in the directory for temporary files. Raises EmulationUnavailable.
+    full, the library is kept in the directory for temporary files. Raises EmulationUnavailable if there is no library
+    and none can be built.
     """
     # Only release numbers are compared, so that nightly and vendors' pre-releases of the oldest version are accepted.
     if Version(torch.__version__).release < Version(OLDEST_TORCH).release:

@@ -60,7 +60,7 @@ def is_available() -> bool:
 
 
 def _lazy_call(callable: Callable[[], object], **_: object) -> None:
-    """Calls at once, after the device's initialization. torch.cuda puts the call off until its first use."""
+    """Initializes the device and calls ``callable`` at once; torch.cuda delays the call until CUDA is first used."""
     _lazy_init()
     callable()
 
@@ -95,7 +95,7 @@ class device_of(device):  # noqa: N801, torch.cuda's name
 
 
 def get_device_name(device: Device = None) -> str:
-    """Returns a name for reports."""
+    """Returns the name under which reports show the device."""
     return "emulated accelerator in host memory"
 
 
@@ -173,7 +173,9 @@ class Event(torch.Event):
     _timed: bool
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Returns the milliseconds between the two records, on the host's clock."""
+        """Returns the milliseconds from the record of this event to the record of ``end_event``, on the
+        host's clock.
+        """
         if not (self._timed and getattr(end_event, "_timed", True)):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         milliseconds: float = _C.milliseconds_between(self.event_id, end_event.event_id)
@@ -326,9 +328,9 @@ def data_races() -> list[str]:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Makes a process group of ``size`` ranks over ``store``, the default group or another.
+    """Makes the backend of a process group of ``size`` ranks, which meet over ``store``.
 
-    Every rank of it must call it.
+    Every rank of the group must call it. The group may be the default group or another.
     """
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)

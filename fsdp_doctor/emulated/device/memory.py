@@ -68,8 +68,8 @@ max_memory_cached = max_memory_reserved
 def memory_snapshot() -> list[dict[str, Any]]:
     """Returns the segments of all devices with their blocks, like ``torch.cuda.memory_snapshot``, without stacks.
 
-    Without ``use_caching_allocator``, the memory of every tensor is a segment with one block. With it, the addresses
-    are addresses of emulated segments, which contain no memory.
+    Without ``use_caching_allocator``, the memory of every tensor is a segment with one block. With
+    ``use_caching_allocator``, the addresses are addresses of emulated segments, which contain no memory.
     """
     segments: list[dict[str, Any]] = _C.memory_segments()
     return segments

@@ -87,8 +87,8 @@ def full_tensors(
     the other ranks raise RankLeft. This happens when the rank closes the iterator, at the end of ``with
     full_tensors(model) as tensors``, or when nothing refers to the iterator any more. A traceback refers to the
     iterator, so without ``with`` the other ranks wait while an error is handled. Under HSDP each replica's shard group
-    works independently of the other replicas. A model of which nothing is sharded, under DDP or nothing, needs no other
-    rank: any rank may call it alone, yields its own values, and compares them with no other rank's.
+    works independently of the other replicas. A model of which nothing is sharded, under DDP or unwrapped, needs no
+    other rank: any rank may call it alone, yields its own values, and compares them with no other rank's.
 
     By default, tensors have the names of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). A tied parameter is yielded under each of its names; the names share one tensor, which is
@@ -106,7 +106,8 @@ def full_tensors(
     use until that stream has read it.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
-        ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
+        ``use_orig_params`` or not), DDP, or unwrapped; under any offload, also while some modules are on another
+        device.
     device: the device of the yielded tensors. It must be the device on which the model's groups gather, which is the
         default; the tensors of a model without shards may be on any device.
     dtype: the dtype to which floating-point tensors are cast, each shard before it is gathered; integers, bools and
@@ -118,7 +119,8 @@ def full_tensors(
     lora: ``merged``: the weights with their active adapters added, as the model computes with them. The merge is out of
         place: peft's ``merge_adapter`` changes the weights, and a generator that is read after ``unmerge_adapter``
         yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: only the one active
-        adapter, under the names of peft's adapter files. A model without adapters has only weights.
+        adapter, under the names of peft's adapter files. For a model without adapters, ``merged`` and ``base`` are the
+        same.
     names: ``model``: the names of the model; ``hub``: the names that transformers gives the tensors in
         ``save_pretrained``; ``auto``: the Hub's names if transformers knows them, otherwise the model's names; or a
         mapping in the form of :func:`read_hub_view`. A Hub tensor that is a part of a model's tensor, such as one
@@ -133,15 +135,15 @@ def full_tensors(
         that are whole on every rank. The names, ties and adapters of the model apply to them. The mapping
         ``model.state_dict() | average`` has the other tensors, too. Not for FSDP1 units. The plan is not kept.
     in_step: no rank gathers while another rank sends. A bucket is complete on the device when its first tensor is
-        yielded. The next bucket is gathered when every rank has requested it, and when every rank's device has
-        finished its work. This is for receivers on the trainers' devices, where a gather that waits for a rank
-        can block the kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the
-        device and a meeting over the store.
+        yielded. The next bucket is gathered when every rank has requested it, and when every rank's device has finished
+        its work. This is for receivers on the trainers' devices, where a gather that waits for a rank can block the
+        kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the device and a
+        meeting over the store.
 
     Raises, before any collective: ValueError or TypeError for wrong arguments, a mesh in ``experts`` that does not
     divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory
-    does not hold their values; NamesError (ValueError) for names that do not fit the model's tensors; RuntimeError
-    for a tensor on the meta device, and for a process group that is missing or has no backend for the device;
+    does not hold their values; NamesError (ValueError) for names that do not fit the model's tensors; RuntimeError for
+    a tensor on the meta device, and for a process group that is missing or has no backend for the device;
     NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). Raises on every rank:
     PlanMismatch if the ranks have different models or arguments, or if groups of ranks have different tensors under one
     name, such as experts without a mesh. A plan that is kept is checked for different tensors only once. Warns

@@ -134,7 +134,7 @@ class FingerprintSumsOfBlocks:
     def fingerprints(self) -> Fingerprints:
         """Returns the fingerprints of all added tensors.
 
-        Waits for the device. Raises FingerprintError for a name that came twice.
+        Waits for the device. Raises FingerprintError if parts of one tensor overlap, or differ in shape or dtype.
         """
         self.flush()
         for launch in self._launches:
@@ -145,7 +145,7 @@ class FingerprintSumsOfBlocks:
 
 
 def add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
-    """Marks names as tied if they are in one of ``groups`` and their tensors are the same."""
+    """Returns the fingerprints; the names of each of ``groups`` are marked as tied if their fingerprints are equal."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
 

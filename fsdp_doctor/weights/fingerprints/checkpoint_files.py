@@ -1,4 +1,4 @@
-"""Fingerprints checkpoints on disk in any format, and compares two of them. Both are streamed, whatever their size."""
+"""Fingerprints checkpoints on disk in any format, and compares two of them. Checkpoints of any size are streamed."""
 
 from __future__ import annotations
 
@@ -115,11 +115,12 @@ def compare_checkpoints(
 
     Either path may be a JSON file of fingerprints.
 
-    dtype: the dtype to which both are cast.
+    dtype: the dtype to which the tensors of both are cast.
     base: the checkpoint of the model before training, which shows the weights that were not updated.
     strip: prefixes to remove from the names of both.
-    config, find_parts: as in ``convert``; with find_parts, both sides are renamed to the Hub's names if their names
-        differ.
+    config: the model's configuration; by default the ``config.json`` next to a checkpoint.
+    find_parts: a function like :func:`read_hub_parts`. If it is given and the names of the two sides differ, both are
+        renamed to the Hub's names.
 
     Raises the errors of :func:`fingerprint_checkpoint`, and FingerprintError for models that have no tensor in common.
     """
@@ -154,7 +155,9 @@ def _add_sizes(
     names: MatchedNames,
     dtype: torch.dtype | None,
 ) -> list[FingerprintDifference]:
-    """Adds the largest difference of the values, for as many tensors as may be read again."""
+    """Adds the largest difference of the values to the differences of up to 20 tensors, which are read again
+    for this.
+    """
     if left is None or right is None:
         return [*differences]
     of_left = {form: left.tensors[name] for name, form in names.left.items()}

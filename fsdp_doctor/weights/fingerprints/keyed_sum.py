@@ -144,7 +144,7 @@ def _view_as_integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int
 
 
 def _merge_dims(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Joins dims along which the elements are consecutive, and drops those of length one."""
+    """Joins dims along which the elements are consecutive, and drops dims of length one."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
@@ -193,8 +193,9 @@ def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _sum_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
-    """Sums words in place in ``rows`` and ``swapped``, which are reused because new buffers would cost page faults on
-    the CPU.
+    """Returns both lanes of the sum of ``words``. The contents of the buffers ``rows`` and ``swapped`` are overwritten.
+
+    The buffers are reused because new buffers would cost page faults on the CPU.
     """
     flat = rows.view(-1)
     flat[:column], flat[column + words.numel() :] = 0, 0

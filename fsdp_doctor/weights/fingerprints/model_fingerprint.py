@@ -1,4 +1,4 @@
-"""Computes the fingerprint of a sharded model, and those that it would have after common mistakes.
+"""Computes the fingerprint of a sharded model, and the fingerprints that it would have after common mistakes.
 
 Each rank sums its shards, and the sums are added over the ranks.
 """
@@ -135,8 +135,9 @@ class RepeatedFingerprint:
     """Computes the :func:`fingerprint` of one model at each weight sync, without waiting for the device.
 
     The arguments are the same as for :func:`fingerprint`. Use :meth:`full_tensors` to send the weights and sum them in
-    the same pass, or :meth:`start` to sum them if they are sent in another way. Both keep a table of the addresses that
-    are read, until the tensors move. Each costs an all-reduce and two copies of 24 bytes for each tensor.
+    the same pass, or :meth:`start` to sum them if they are sent in another way. Both methods keep a table of the
+    addresses that are read, until the tensors move. A call of either costs an all-reduce and two copies of 24 bytes for
+    each tensor.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class RepeatedFingerprint:
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
-    """Lists the units of summation: the tensors, or their parts."""
+    """Lists what is summed separately: the tensors or, where the Hub's names divide a tensor, its parts."""
     names = request.plan.names
     return [part for source in request.sources for spec in list_specs(source) for part, _ in names.list_parts(spec)]
 
@@ -341,7 +342,7 @@ class _GatheredSums:
     The table of each launch is kept by the bucket's number.
 
     made_for: the plan of the extraction, to detect later that the model has another plan.
-    plan: a copy of the plan that agrees only with ranks that also sum.
+    plan: a copy of the plan that equals the plans of other ranks only if these ranks sum, too.
     """
 
     @disable_autograd
@@ -420,7 +421,7 @@ class _SumsOverRanks:
 
     @classmethod
     def of(cls, request: ShardRequest, sums: FingerprintSums) -> Self:
-        """Returns the sums of a request, added over the ranks."""
+        """Makes the object for this rank's ``sums`` of a request; ``add`` then adds them over the ranks."""
         parts = sums.named_parts()
         return cls(parts, sums.rows(request.device), _count_rows(request, parts))
 

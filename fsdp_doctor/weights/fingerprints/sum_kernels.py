@@ -52,7 +52,8 @@ _UNALIGNED, _ALIGNED = 0, 1
 class SumTable:
     """Table on the device with the arguments of every program: the memory that it reads, and the row to which it adds.
 
-    For memory that stays at its address the table is made once, and each sum costs one launch. It keeps no tensor.
+    For memory that stays at its address, the table is made once, and each sum costs one launch. The table keeps none of
+    the summed tensors alive.
     """
 
     def __init__(self, runs: Sequence[WordRun], grids: Sequence[IndexedBlock], device: torch.device) -> None:
@@ -186,7 +187,7 @@ def _sum_programs(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """Sums one row of the table.
+    """Computes the sums that one row of the table describes, and adds them to ``into``.
 
     row_keys, column_keys: the keys of the first lane, followed by the keys of the second lane.
     """

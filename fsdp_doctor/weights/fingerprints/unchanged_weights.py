@@ -39,12 +39,12 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     """Context that checks that this rank's shards have the same values at its end as at its beginning, in any memory.
 
     Use it around code that moves, saves or sends weights, such as an offload, a rollout and the reload. Do not use it
-    around code that changes them on purpose, such as a step, swapping in an average, or merging adapters.
+    around code that changes weights on purpose, such as a step, swapping in an average, or merging adapters.
 
     Any rank may use it alone: there is no collective. At the beginning, the sums of shards on a device are only
     launched, on the current stream, without waiting, so the context does not hide a race between a copy and the host.
     The end of the context waits for the device, so put code that might read the weights too early into the context.
-    Shards in host memory are summed on the host, at the speed of the CPU. A copy into them that began before the
+    Shards in host memory are summed on the host, at the speed of the CPU. A copy into host memory that began before the
     context must have arrived.
 
     Raises WeightsChanged, with the tensors, the rank and the calls in the body; UnreadableTensors for tensors that are
