@@ -106,8 +106,8 @@ def examine(
 
     model: the FSDP module, or a module around it. Only this rank's part is read; other ranks may be in another state.
         For a transformers model, the examination also lists the tensors that have a different name on the Hub.
-    optimizer: pass it only if ``optimizer.step()`` comes next. State on another device than its parameter is reported
-        as bad, although a framework may keep the state offloaded between two steps.
+    optimizer: the optimizer; pass it only if ``optimizer.step()`` comes next. State on another device than its
+        parameter is reported as bad, although a framework may keep the state offloaded between two steps.
     raise_on_bad: whether to raise ModelIsBad, which carries the examination, if a finding is ``bad``. Use it as a guard
         before a forward or an extraction. If only one rank raises, the others wait in their next collective until its
         timeout.

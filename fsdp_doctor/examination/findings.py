@@ -29,7 +29,7 @@ class Finding:
     """One thing to know about the model.
 
     names: the names of the affected tensors.
-    entry: the id of the catalogue's entry; empty if there is none.
+    entry: the id of the entry in the catalogue of known failures; empty if there is none.
     """
 
     kind: str
@@ -181,7 +181,7 @@ def check_buffers(facts: Facts) -> Iterator[Finding]:
     """Finds buffers off the compute device, where ``to_empty(device="cpu")`` or ``to("cpu")`` has put them.
 
     An offload policy brings only parameters to the device. FSDP1 moves the buffers itself at its lazy initialization,
-    so an FSDP1 model has no finding before.
+    so an FSDP1 model has no such finding before its first forward.
     """
     names = tuple(row.name for row in _list_buffers_away(facts))
     fsdp1_moves_them = all(unit.strategy == "fsdp1" and not unit.initialized for unit in facts.units)

@@ -92,8 +92,9 @@ class HostMemory:
 class StageMemory:
     """The memory of one rank at one stage.
 
-    job: the id of a scenario, or a role of a job.
-    method: the method of the extraction, for the stage "extracted" and the stages after it.
+    job: the name of the job: the id of a scenario, the role of a model in a training job, or any label.
+    method: the name of the extraction method, such as ``full_tensors``, for the stage "extracted" and the stages after
+        it.
     device: the device's memory; None without an accelerator.
     """
 

@@ -182,7 +182,9 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
 
 
 def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """Finds step counters on the device, which come with code that moves the whole state, such as verl's load."""
+    """Finds step counters on the device, where code that moves the whole optimizer state, such as verl's load, leaves
+    them.
+    """
     names = {id(parameter): name for name, parameter in _list_trainable(contents)}
     waits = tuple(
         names[id(parameter)]
@@ -338,8 +340,9 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
 def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Finding]:
     """Finds gradients, and settings of the gradient reduction, that make the next training step fail or go wrong.
 
-    Switches for gradient accumulation are wrong only for its last backward, which no attribute reveals. Gradients may
-    be summed instead of averaged on purpose, for a loss that is a sum over tokens.
+    A switch for gradient accumulation is wrong only in the last backward of an accumulation, and no attribute shows
+    which backward is the last. Gradients may be summed instead of averaged on purpose, for a loss that is a sum over
+    tokens.
     """
     if mixed := tuple(_find_mixed(contents)):
         yield Finding(
@@ -742,7 +745,7 @@ def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str,
 
 
 def _find_copies(contents: ModelContents) -> Iterator[tuple[int, int]]:
-    """Finds state dicts of this model that keep device memory; yields the tensors and bytes of each.
+    """Finds state dicts of this model that keep device memory; yields the number of tensors and of bytes for each.
 
     A state dict is recognized by its dotted keys, which the dictionaries of modules do not have.
     """
