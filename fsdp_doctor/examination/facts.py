@@ -127,8 +127,8 @@ class NameFacts:
     """The names that ``save_pretrained`` of transformers 5 would give the model's tensors on the Hub.
 
     model_names: the number of names of parameters and buffers in the model.
-    others: maps each name in the model that differs on the Hub to its names there; there are several if the model has
-        fused tensors that are separate on the Hub.
+    others: for each name in the model that differs on the Hub, the names there; several for a fused tensor whose parts
+        are separate on the Hub.
     unknown: the reason why the Hub's names are unknown; empty if they are known.
     refused: the reason why the tensors cannot be given the Hub's names; empty if they can.
     """

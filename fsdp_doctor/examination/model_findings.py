@@ -130,8 +130,9 @@ def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
 def _check_optimizer_parameters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
     """Finds trainable parameters that the optimizer does not hold.
 
-    If it holds some, the finding is a hazard, since another optimizer may hold the rest. If it holds tensors of higher
-    precision instead of all parameters, there is no finding: they may be master weights that a framework copies back.
+    If the optimizer holds some of the parameters, the finding is a hazard, since another optimizer may hold the rest.
+    If it holds none, but tensors of higher precision, there is no finding, since these may be master weights that a
+    framework copies back.
     """
     in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(_list_trainable(contents))
@@ -600,7 +601,7 @@ def _list_tied_places(model: nn.Module, contents: ModelContents) -> set[str]:
 def _find_second_memories(contents: ModelContents) -> Iterator[str]:
     """Lists FSDP1 units whose flat parameter and local shard have separate memory on one device.
 
-    On two devices the unit is half-moved, which is another finding.
+    If the two are on different devices, the unit is half-moved, for which there is another finding.
     """
     for unit in contents.fsdp1_units:
         memories = unit.memories

@@ -1,8 +1,9 @@
-"""Full tensors, or this rank's shards, of a sharded model, whatever state it is in: offloaded, partly moved, unsharded.
+"""Full tensors, or this rank's shards, of a sharded model, whatever state it is in: offloaded, half-moved, unsharded.
 
 Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for, and gathered
-there. The model is never moved or changed, so it does not matter whether ``model.to(device)`` left modules partly moved
-(verl issue 5995) or flat shards are on the CPU (verl PR 4726).
+there. The model is never moved or changed, so it does not matter whether ``model.to(device)`` left parameters that
+report another device than their shards have (*half-moved*, verl issue 5995), or flat shards are on the CPU (verl PR
+4726).
 
 full            full_tensors, weights_info, full_state_dict: one extraction, step by step
 plan            everything derived from a model and the arguments, kept until the model changes

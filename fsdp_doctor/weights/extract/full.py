@@ -106,8 +106,8 @@ def full_tensors(
     use until that stream has read it.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
-        ``use_orig_params`` or not), DDP, or unwrapped; under any offload, also while some modules are on another
-        device.
+        ``use_orig_params`` or not), DDP, or unwrapped; under any offload, also half-moved (its parameters report
+        another device than their shards have).
     device: the device of the yielded tensors. It must be the device on which the model's groups gather, which is the
         default; the tensors of a model without shards may be on any device.
     dtype: the dtype to which floating-point tensors are cast, each shard before it is gathered; integers, bools and
@@ -132,13 +132,13 @@ def full_tensors(
         tensor.
     tensors: the tensors to yield instead of the model's parameters and persistent buffers, for example an average of
         the weights. They are given by the model's names, in any dtype: DTensors of the same shapes, or plain tensors
-        that are whole on every rank. The names, ties and adapters of the model apply to them. The mapping
-        ``model.state_dict() | average`` has the other tensors, too. Not for FSDP1 units. The plan is not kept.
-    in_step: no rank gathers while another rank sends. A bucket is complete on the device when its first tensor is
-        yielded. The next bucket is gathered when every rank has requested it, and when every rank's device has finished
-        its work. This is for receivers on the trainers' devices, where a gather that waits for a rank can block the
-        kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the device and a
-        meeting over the store.
+        that are whole on every rank. The names, ties and adapters of the model apply to them. To yield the other
+        tensors, too, pass ``model.state_dict() | average``. Not for FSDP1 units. The plan is not kept.
+    in_step: whether gathers wait for the other ranks, so that no rank gathers while another rank sends. A bucket is
+        complete on the device when its first tensor is yielded. The next bucket is gathered when every rank has
+        requested it, and when every rank's device has finished its work. This is for receivers on the trainers'
+        devices, where a gather that waits for a rank can block the kernels for which the send of that rank waits (RLinf
+        issue 1539). Each bucket costs a wait for the device and a meeting over the store.
 
     Raises, before any collective: ValueError or TypeError for wrong arguments, a mesh in ``experts`` that does not
     divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory
@@ -335,7 +335,7 @@ class _PendingBucket:
 
 
 class Pipeline:
-    """Pipeline of one extraction.
+    """Pipeline of one extraction: loads, gathers and yields bucket after bucket.
 
     shards: this rank's shards, each at the index ``place`` of its source.
     """

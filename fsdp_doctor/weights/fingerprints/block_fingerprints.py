@@ -1,6 +1,7 @@
 """Fingerprints of blocks of memory whose places in their tensors are known, such as the blocks of a file.
 
-This module imports torch, but not torch.distributed, whose import takes half as long as that of torch.
+A fingerprint has two sums, called lanes, see ``keyed_sum``. This module imports torch, but not torch.distributed, whose
+import takes half as long as that of torch.
 """
 
 from __future__ import annotations

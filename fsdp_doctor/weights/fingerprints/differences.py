@@ -52,7 +52,7 @@ class FingerprintDifference:
 
 @dataclass(frozen=True)
 class FingerprintVariant:
-    """Sums of a tensor after a certain mistake.
+    """Sums that a tensor would have after a certain mistake.
 
     detail: a phrase for :class:`FingerprintDifference`.
     """

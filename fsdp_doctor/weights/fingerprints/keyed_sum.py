@@ -110,7 +110,7 @@ def compute_row_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def divide_into_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
-    """Divides a block into runs of whole words and, where elements are not consecutive, 1-D integers of at most 4
+    """Divides a block into runs of whole words and, where elements are not consecutive, blocks of integers of at most 4
     bytes.
     """
     if not block.tensor.numel():

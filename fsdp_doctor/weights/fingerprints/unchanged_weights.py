@@ -23,7 +23,7 @@ _MOST_CALLS = 6
 
 
 class WeightsChanged(RuntimeError):
-    """Error of :func:`unchanged`.
+    """Error that :func:`unchanged` raises.
 
     names: the tensors that changed.
     rank: the rank of this process.
@@ -36,7 +36,8 @@ class WeightsChanged(RuntimeError):
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Context that checks that this rank's shards have the same values at its end as at its beginning, in any memory.
+    """Context that checks that this rank's shards have the same values at its end as at its beginning, even if they
+    move.
 
     Use it around code that moves, saves or sends weights, such as an offload, a rollout and the reload. Do not use it
     around code that changes weights on purpose, such as a step, swapping in an average, or merging adapters.

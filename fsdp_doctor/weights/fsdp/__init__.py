@@ -9,5 +9,5 @@ forms          tensors whose memory does not hold their values, such as quantize
 dtypes         names of dtypes
 strides        strides of contiguous tensors
 decorators     decorators that set the device and the autograd mode, or defer garbage collection
-private        every private name of torch, with the reason for its use; fsdp1 and fsdp2: a unit of each
+private        every private name of torch that is used, with the reason; its modules fsdp1 and fsdp2 read FSDP's units
 """

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs a function of a model with the model's device as the current device, and outside of compiled code.
+    """Makes a function of a model run with the model's device as the current device, and outside of compiled code.
 
     The model is the first argument or the argument ``model``. A new thread begins with device 0 as its current device,
     which is another rank's device on all ranks but one.
@@ -62,8 +62,7 @@ def _find_device(model: object) -> torch.device | None:
 
 
 def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs ``function`` without recording a graph and outside inference mode, so that its new tensors are ordinary
-    tensors.
+    """Makes ``function`` run without recording a graph and outside inference mode, so that it makes ordinary tensors.
 
     Tensors made in inference mode can be written to only in inference mode.
     """
@@ -89,7 +88,7 @@ def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
 
 
 def defer_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs ``function`` without automatic garbage collection, and restores the collector's setting afterwards.
+    """Makes ``function`` run without automatic garbage collection, and restore the collector's setting afterwards.
 
     Work on ten thousand tensors creates some hundred thousand objects, which makes Python collect several times
     although none of them is garbage.

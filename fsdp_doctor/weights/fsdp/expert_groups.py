@@ -1,4 +1,4 @@
-"""Experts that were divided over groups of ranks before FSDP sharded them: each group has other experts under one name.
+"""Experts that were divided over groups of ranks before FSDP sharded them: one name means different experts on each.
 
 The caller names the mesh along which the experts are divided, because no attribute of the model shows it.
 """
@@ -40,7 +40,9 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
         if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
             raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to DeviceMeshes, not {experts!r}")
         if mesh.ndim != 1:
-            raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: pass the dim that divides them, as mesh["ep"]')
+            raise ValueError(
+                f'experts: {mesh} has {mesh.ndim} dims: pass the dim that divides the experts, as mesh["ep"]'
+            )
     return pairs
 
 
@@ -114,9 +116,10 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
             ranks, along = tensor.device_mesh.mesh.tolist(), mesh.mesh.tolist()
             of_all = private.find_root_mesh(mesh).mesh.tolist()
             raise ValueError(
-                f"experts: {name} is sharded over the ranks {ranks}, which do not form a slice next to the ranks "
-                f"{along} of {of_all}: if FSDP shards the experts over this dim, pass the other dim; if the "
-                "experts are already one DTensor, leave out `experts`"
+                f"experts: {name} is sharded over the ranks {ranks}, but experts that are divided over the "
+                f"ranks {along} must be sharded over a slice along the other dims of {of_all}: if FSDP shards the "
+                "experts over the given dim, pass the other dim; if the experts are already one DTensor, leave out "
+                "`experts`"
             )
         placements[1:] = extended[1][1:]
     local = private.read_local_tensor(tensor)

@@ -41,8 +41,8 @@ def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> Model
         name = strip_wrappers(wrapped_name)
         if name in in_units:
             raise ValueError(
-                f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: put the values "
-                "into the model while they are read, or shard the model with fully_shard"
+                f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: copy the values "
+                "into the model for the time of this call, or shard the model with fully_shard"
             )
         if name not in known:
             strangers.append(wrapped_name)

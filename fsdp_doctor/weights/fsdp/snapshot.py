@@ -20,7 +20,7 @@ _READ_MESH, _READ_LAYOUT = operator.attrgetter("mesh"), operator.attrgetter("sha
 class Snapshot:
     """Facts about a model that show whether it has changed.
 
-    It keeps the process group alive, but neither the model nor any of its tensors.
+    A snapshot keeps the process group alive, but neither the model nor any of the model's tensors.
     """
 
     def __init__(self, model: nn.Module, contents: reader.ModelContents) -> None:

@@ -44,7 +44,7 @@ class LoadAgreement:
         """
         if len(self._ranks) == 1:
             if source.kind is None:
-                raise LoadError("there is no source")
+                raise LoadError("the source must not be None if there is only one rank")
             return "all", names
         for kind in _KINDS:
             self._agreement.count(kind, int(source.kind == kind))

@@ -84,7 +84,7 @@ class _Pending:
 
 
 class FromFirstRank:
-    """Transfer of full tensors from rank 0 to the parts of all ranks.
+    """Transfer of full tensors from rank 0 into the shards of all ranks.
 
     agree: a function that waits until every rank has reached the next bucket, and returns rank 0's argument.
     """
@@ -164,7 +164,7 @@ class FromFirstRank:
             self._retire()
 
     def _list_receiving_ranks(self) -> list[int]:
-        """Lists the ranks to which rank 0 sends anything, which may include itself."""
+        """Lists the ranks to which rank 0 sends anything, which may include rank 0."""
         layouts = {id(target.layout): target.layout for target in self._targets}.values()
         receivers = {r for layout in layouts for r in layout.owners if layout.replicas or r != self._rank}
         return [rank for rank in self._ranks if rank in receivers]
@@ -315,7 +315,7 @@ def _align(nbytes: int) -> int:
 
 
 def _divide(memory: torch.Tensor, pieces: Sequence[_Piece], sizes: Mapping[_Piece, int]) -> dict[_Piece, torch.Tensor]:
-    """Returns the part of the memory in which each piece has arrived."""
+    """Returns, for each piece, the part of ``memory`` in which its bytes have arrived."""
     lengths = [_align(sizes[piece]) for piece in pieces]
     parts = memory[: sum(lengths)].split(lengths) if lengths else ()
     return {piece: part[: sizes[piece]] for piece, part in zip(pieces, parts, strict=True)}

@@ -87,8 +87,8 @@ def load_full_tensors(
     for tensors that are not laid out in the source like the shards.
 
     model: a model under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not),
-        under any offload, before the first forward or after training. It may be partly moved to another device or,
-        under FSDP2, be on the meta device.
+        under any offload, before the first forward or after training. It may be half-moved (its parameters report
+        another device than their shards have) or, under FSDP2, on the meta device.
     source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor); a safetensors
         file; or a directory of such files with or without an index. An iterable may reuse the memory of a tensor after
         the next tensor is requested, and a generator is closed at the end. If every rank has the source, each rank
@@ -103,7 +103,7 @@ def load_full_tensors(
         ``save_pretrained``. These files may have a separate tensor for each expert of a fused tensor. ``auto``: the
         names that the source has; for an iterable, the model's names. Or a mapping in the form of
         :func:`read_hub_view`. With any of these, each rank reads only its own rows.
-    experts: see :func:`full_tensors`; for experts whose groups of ranks have different experts under one name. The
+    experts: see :func:`full_tensors`; for experts that were divided over groups of ranks before FSDP sharded them. The
         source has all experts as one tensor, and each rank gets its own experts.
     tensors: see :func:`full_tensors`; the tensors to fill instead of the model's own, such as an average of its
         weights. At least one of them must be a DTensor. The source must have exactly these tensors, and the model is
@@ -257,8 +257,7 @@ def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
 
 
 def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> tuple[str, ...]:
-    """Waits for copies from and to the shards on all streams, and returns the model to the idle state between two
-    steps.
+    """Waits for copies from and to the shards on all streams, and resets the model to the idle state between two steps.
 
     Parameters that a forward without a backward left unsharded, a pending gather, and the leftovers of a step that
     raised would otherwise be used again, with values from before the load. Returns the names of the parameters whose

@@ -49,15 +49,17 @@ class Layout(ABC):
 
     @abstractmethod
     def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
-        """Computes which part of a full tensor of ``shape``, as ``arrange`` returns it, a rank holds."""
+        """Computes the part that a rank holds of a full tensor of ``shape``; its indices count in the result of
+        ``arrange``.
+        """
 
     def arrange(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the full tensor in the order of elements in which it is divided."""
+        """Returns the full tensor with its elements in the order in which they are divided over the ranks."""
         return full
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
-        """Lists the part's elements in the flattened tensor; None if the shard's elements have another order than the
-        tensor's.
+        """Lists where the part's elements are in the flattened tensor; None if the shard's elements have another order
+        than the tensor's.
         """
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 

@@ -143,7 +143,10 @@ class LocalParts:
         self._extra_bytes = 0
 
     def write(self, target: Target, value: Value) -> None:
-        """Begins to write a part. Files are not read before ``finish``, except to make the portion."""
+        """Begins to write this rank's part of a tensor.
+
+        Waits for the write only if the shard is not contiguous, or if copies of parts take too much memory.
+        """
         part = target.layout.compute_part(target.shape, self._rank)
         source = make_portion(value, target.layout, part, target.dtype)
         destination = Destination(target)

@@ -164,7 +164,7 @@ def _refuse_torch_file(file: OpenFile) -> None:
 
 @contextlib.contextmanager
 def _refuse_unopened(path: pathlib.Path) -> Iterator[None]:
-    """Raises LoadError instead of OSError for a file that is absent or cannot be opened, as all other ranks do."""
+    """Raises LoadError, as every other rank then does, if a file that the block opens is absent or cannot be opened."""
     try:
         yield
     except FileNotFoundError as error:

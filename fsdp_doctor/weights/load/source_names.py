@@ -1,4 +1,4 @@
-"""Names of the tensors in a source: the model's names, or those in the Hub's files."""
+"""Names of the tensors in a source: the model's names, or the names in the Hub's files."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class SourceNames:
         divided = [_cut(target, names, view) for target, names, view in parts]
         if scattered := [names[0] for (_, names, _), part in zip(parts, divided, strict=True) if part is None]:
             raise LoadError(
-                f"{len(scattered)} tensors of the source are parts, such as columns, of a tensor that FSDP1 has "
-                f"divided across them: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
+                f"{len(scattered)} tensors of the source are parts, such as columns, of tensors whose FSDP1 shards "
+                f"cut across these parts: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
             )
         return [part for part in divided if part is not None]
 

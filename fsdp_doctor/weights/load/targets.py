@@ -98,7 +98,7 @@ def find_place(contents: ModelContents, *, otherwise: str) -> ModelPlace:
     ranks = contents.ranks
     if others := [part for part in contents.list_ranks_of_parts() if not set(part) <= set(ranks)]:
         raise LoadError(
-            f"the model is on ranks {list(ranks)}, but a part of it is on {list(others[0])}: load the two separately"
+            f"the model is on ranks {list(ranks)}, but a part of it is on {list(others[0])}: load both parts separately"
         )
     meshes = tuple(
         mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
@@ -143,8 +143,8 @@ def describe_targets(targets: Sequence[Target]) -> list[str]:
 
 
 def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
-    """Makes the comparison that finds different tensors under one name on groups of ranks. No load can write such
-    tensors.
+    """Makes the comparison that finds names under which groups of ranks have different tensors, which no load can
+    write.
     """
     return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
 
@@ -228,7 +228,7 @@ def _find_world() -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=1)
 def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes a process group, which is kept for all loads in the same world."""
+    """Makes a process group, which is kept for all loads with the same default group."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
     return group
 
@@ -273,5 +273,5 @@ def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target
 
 
 def _view_part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
-    """Returns a view of a unit's memory, after its memories were united."""
+    """Returns a view of the memory of a unit's shard; called only after ``unite_memories``."""
     return unit.memories[0][slices]

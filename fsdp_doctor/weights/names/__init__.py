@@ -2,7 +2,7 @@
 
 views          a tensor as a part of another: its indices, and which of them a rank's shard holds
 hub_names      the Hub's names, determined with transformers or given by the caller
-output_names   the names under which tensors are handed out
+output_names   the names under which tensors are yielded
 """
 
 from fsdp_doctor.weights.names.hub_names import (

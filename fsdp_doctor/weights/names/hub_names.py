@@ -173,8 +173,8 @@ def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size
     """Chooses the names of the tensors; returns None for the model's own.
 
     shapes: the shapes of the model's tensors, by all names that they have without adapters. Raises NamesError for a
-    mapping that does not fit, HubNamesUnknown if only the Hub's names would do and they are unknown, and TypeError for
-    a value of another type.
+        mapping that does not fit, HubNamesUnknown if ``names`` is ``hub`` and the Hub's names are unknown, and
+        ValueError for any other value.
     """
     if isinstance(names, Mapping):
         given = {name: TensorView(*view) for name, view in names.items()}

@@ -184,7 +184,7 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
         stated = " and ".join(
             f"{form.value} on rank {next(r for r in entries if entries[r].form is form)}" for form in forms
         )
-        raise SaveError(f"{entry} is, by its shapes, {stated}, so its owner is unknown; {REMEDY}")
+        raise SaveError(f"{entry} is, by its shapes, {stated}, so it is unknown which rank has which part; {REMEDY}")
     by_digest: dict[tuple[int, int] | None, int] = {}
     for rank, each in entries.items():
         by_digest.setdefault(each.digest, rank)

@@ -48,7 +48,7 @@ _SECONDS_BEFORE_NOTE, _SECONDS_BEFORE_WARNING = 5.0, 30.0
 
 
 class RankLeft(RuntimeError):
-    """Error of the other ranks when a rank has left or the store is gone; the message says which rank, where and
+    """Error that a rank raises if another rank has left or the store is gone; the message says which rank, where and
     why.
     """
 
@@ -145,8 +145,8 @@ class Agreement:
         self._comparison = comparison
 
     def count(self, what: str, number: int) -> None:
-        """Adds ``number`` to the sum ``what`` over all ranks. Call it before the first stage; after it ``sums`` has the
-        result.
+        """Adds ``number`` to the sum ``what`` over all ranks. Call it before the first stage; after that stage,
+        ``sums`` has the result.
         """
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)

@@ -98,7 +98,7 @@ class _OpenBucket:
     def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
         """Completes the bucket.
 
-        early: the orders of small tensors that were gathered and are not yielded yet; updated in place.
+        early: the positions of small tensors that were gathered and are not yielded yet; updated in place.
         """
         bucket = self.bucket
         early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))
@@ -207,7 +207,9 @@ class Division:
             yield last
 
     def _make_parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-        """Yields (order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+        """Yields (position of its first tensor, a transfer or a tensor that is gathered with others, device memory that
+        it takes).
+        """
         packs = {pack.order: (pack, nbytes) for pack, nbytes in self._make_packs()}
         packed = {order for pack, _ in packs.values() for order in pack.orders}
         order = last_bytes = 0

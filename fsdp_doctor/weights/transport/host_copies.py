@@ -175,7 +175,7 @@ class HostCopies:
         return self._num_submitted
 
     def flush(self, submitted: int | None = None) -> None:
-        """Returns when copies to the host are done, and copies to the device are in the loading stream.
+        """Returns when copies to the host are done, and copies to the device were launched on the loading stream.
 
         submitted: a result of ``submit``; only copies that were submitted by then are waited for.
         """

@@ -64,13 +64,14 @@ class BuffersDiffer(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of a tensor, or of an FSDP1 unit, of which other groups of ranks may have copies.
+    """Part of a tensor, or of an FSDP1 unit, on this rank; other groups of ranks may have copies of it, or other
+    values.
 
     names: the first name of a tensor; for an FSDP1 unit, the first name of each of its parameters.
     place: the part's index among the model's shards.
     ranks: the ranks that have the tensor together; empty if each rank has all of it.
-    relation: how the groups' tensors are related: ``plain`` and ``buffer`` are whole on each rank, ``copies`` are
-        equal.
+    relation: ``plain`` or ``buffer`` if each rank has all of it, ``copies`` if the groups have copies, otherwise
+        ``unknown``.
     """
 
     names: tuple[str, ...]

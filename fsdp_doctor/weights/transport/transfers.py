@@ -63,7 +63,7 @@ class Call:
 
     shards: this rank's shards, each at the index ``place`` of its source.
     ready: the indices of the shards that a collective can read without a copy.
-    units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
+    units: the outputs of FSDP1 units that have been gathered in part, by the position of each unit's first tensor.
     """
 
     device: torch.device
@@ -121,7 +121,7 @@ class TensorTransfer(ABC):
         return self._gathers
 
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:  # noqa: B027, most have nothing to do
-        """Runs further collectives on the gathering stream, after the bucket's."""
+        """Runs further collectives on the gathering stream, after the bucket's all-gathers."""
 
     def list_staged(self) -> Sequence[torch.Tensor]:
         """Returns the device memory in which :meth:`list_own_shards` yields shards; shards in other memory are
@@ -678,7 +678,7 @@ def _view_span(flat: torch.Tensor, span: Span, offset: int) -> torch.Tensor:
 
 
 def _group_neighbours(indices: Sequence[int], sizes: Sequence[int], together_bytes: int) -> list[list[int]]:
-    """Groups neighbours, as many as fit into ``together_bytes``, or into 9/8 of the largest if that is more."""
+    """Groups neighbours, as many as fit into ``together_bytes``, or into 9/8 of the largest tensor if that is more."""
     largest = max((sizes[index] for index in indices), default=0)
     most = max(together_bytes, largest + largest // 8)
     groups: list[list[int]] = []

@@ -28,7 +28,7 @@ CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
 
 
 class PrivateApiGone(RuntimeError):
-    """Error for a private name of torch that the doctor relies on and that the installed version does not have."""
+    """Error for a private name of torch that fsdp-doctor relies on and that the installed version does not have."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -122,7 +122,7 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
 
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Returns (modules, names, tensors): all of the model's, listed as cheaply as possible to detect changes.
+    """Returns (modules, names, tensors) of a model, read as cheaply as possible, by which a change is detected.
 
     ``names`` has the names in each module; the names of submodules that are None are listed a second time. Private:
     ``Module._modules``, ``_parameters`` and ``_buffers``, as in :func:`list_module_tensors`.
@@ -319,7 +319,8 @@ _PLAIN_INSIDE = {
 
 
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, in whatever memory it is now; a plain tensor is returned unchanged.
+    """Returns this rank's part of a tensor, even if a DTensor reports another device; a plain tensor is returned
+    unchanged.
 
     For a subclass that holds the weight as one plain tensor, returns the plain tensor. Nothing is copied, and no
     collective is called. Private: ``DTensor._local_tensor``, because in newer versions ``to_local()`` makes a view of a
@@ -342,7 +343,7 @@ def _find_plain_inside(kind: type) -> str | None:
 def read_spec(tensor: DTensor) -> Any:
     """Returns the mesh and placements, and the shape, strides and dtype of the whole tensor, as one object.
 
-    Private: ``DTensor._spec``; in public each is read separately.
+    Private: ``DTensor._spec``; through public names, each of these is read separately.
     """
     return tensor._spec
 
@@ -430,7 +431,7 @@ def find_default_store() -> dist.Store:
 
 
 def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
-    """Gathers several tensors in one coalesced collective; an input may be its rank's part of the output.
+    """Gathers several tensors in one coalesced collective; an input may be a view of this rank's part of its output.
 
     Private: ``ProcessGroup.allgather_into_tensor_coalesced``, which torch 2.13 deprecates in favour of
     ``all_gather_single_coalesced``. Public all-gathers take one tensor.

@@ -16,9 +16,7 @@ from fsdp_doctor.weights.fsdp.private import GradientSwitches, OpenStep, get
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Place of one parameter in a unit's flat parameter; the parameter is ``flat.as_strided(shape, stride,
-    offset)``.
-    """
+    """Place of one parameter in a unit's flat parameter: ``flat.as_strided(shape, stride, offset)``."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -141,7 +139,7 @@ class Fsdp1Unit:
     def padding(self) -> int:
         """Number of padding elements at the end of this rank's shard.
 
-        Private: ``_shard_numel_padded``, which sharded units have.
+        Private: ``_shard_numel_padded``, which only sharded units have.
         """
         return int(getattr(self.flat_parameter, "_shard_numel_padded", 0))
 
@@ -306,7 +304,7 @@ class Fsdp1Unit:
 
 
 def close_forward(model: nn.Module) -> None:
-    """Returns the FSDP1 units of a model to the idle state between two steps, after a forward that raised.
+    """Resets the FSDP1 units of a model to the idle state between two steps, after a forward that raised.
 
     The hook that reduces a unit's gradient stays registered after such a forward, so the next forward would register no
     new hook. Under an offload, the flat parameter moves for each forward, and autograd drops the old hook: the next

@@ -201,7 +201,7 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Returns units to the idle state between two steps, after a step that was not completed.
+    """Resets units to the idle state between two steps, after a step that was not completed.
 
     Discards gradients that were not reduced, which no ``zero_grad`` of an optimizer reaches, and returns their
     parameters. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but keeps these gradients, so
