@@ -39,7 +39,7 @@ class LoadAgreement:
     ) -> tuple[Holders, str]:
         """Compares the ranks' plans. Returns who has the source, only rank 0 or every rank, and rank 0's ``names``.
 
-        Raises LoadError if only other ranks have a source, if the kinds of source differ, or if the files of the ranks
+        Raises LoadError if neither rank 0 alone nor every rank has a source of the same kind, or if the ranks' files
         differ.
         """
         if len(self._ranks) == 1:
