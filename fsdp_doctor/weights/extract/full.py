@@ -323,7 +323,7 @@ class _PendingBucket:
 
     is_launched: whether the bucket's collectives have been launched.
     done: the event after the collectives.
-    deltas: the LoRA deltas, which the device reads until that event.
+    deltas: the LoRA deltas, which the device reads until the event ``done``.
     """
 
     bucket: Bucket

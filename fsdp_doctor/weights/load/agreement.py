@@ -84,7 +84,10 @@ class LoadAgreement:
         self.num_written += number
 
     def agree(self, word: str = "") -> str:
-        """Waits until every rank has called this, and returns rank 0's ``word``. Raises RankLeft or PlanMismatch."""
+        """Waits until every rank has called this, and returns rank 0's ``word``.
+
+        Raises RankLeft if another rank has failed, and PlanMismatch if the ranks' plans differ.
+        """
         return self._agreement.proceed(word)
 
     @contextlib.contextmanager

@@ -79,7 +79,7 @@ class HubNames:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest that is equal for equal names of equal parts."""
+        """Digest of the names and of the parts that they stand for."""
         lines = (f"{name} = {view}\n" for name, view in self.views.items())
         return hashlib.blake2b("".join(lines).encode(), digest_size=8).hexdigest()
 

@@ -44,7 +44,7 @@ class RankEntry:
 
 @dataclass
 class RankOutline:
-    """State of one rank, by parameter and key.
+    """Optimizer state of one rank, by parameter and key.
 
     lacking: parameters of which the rank holds elements, but no state.
     """
@@ -54,7 +54,7 @@ class RankOutline:
 
 
 class SavedEntry(NamedTuple):
-    """Entry of the full state.
+    """Entry of the full optimizer state.
 
     form: the form of the tensor: SINGLE, SHARD or WHOLE.
     writer: the rank that writes an entry that is not divided.

@@ -158,7 +158,7 @@ class Agreement:
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
         """Returns the number of buckets that every rank has promised to launch in any case: ``num_buckets`` or 1.
 
-        Raises RankLeft or PlanMismatch.
+        Raises RankLeft if another rank has left, and PlanMismatch if the ranks' plans differ.
 
         one_only: whether this rank promises only one bucket.
         """
@@ -175,10 +175,10 @@ class Agreement:
         return promised
 
     def proceed(self, message: str = "") -> str:
-        """Waits until every rank has reached this bucket with the same plan. Returns the message of the
-        agreement's ``speaker``.
+        """Waits until every rank has reached this bucket with the same plan. Returns the message of the agreement's
+        ``speaker``.
 
-        Raises RankLeft or PlanMismatch.
+        Raises RankLeft if another rank has left, and PlanMismatch if the ranks' plans differ.
         """
         if self._over:
             return message

@@ -119,7 +119,7 @@ class Streams:
     def use_loading_stream(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
         """Enters one of the two loading streams.
 
-        turn: 0 or 1.
+        turn: the number of the stream, 0 or 1.
         """
         return self._enter(self._use(self._other_loading if turn else self._loading))
 
@@ -158,7 +158,7 @@ class Streams:
             self._use(self._loading)
 
     def record_loading(self) -> Any:
-        """Returns an event after all loads in turn 0."""
+        """Returns an event after all loads on the loading stream of turn 0."""
         return self._loading.record_event() if self._module else None
 
     def cast(self) -> Any:
@@ -166,7 +166,7 @@ class Streams:
         return self._casting.record_event() if self._module else None
 
     def load_after(self, event: Any, turn: int) -> None:
-        """Makes later loads with the same turn wait for the event."""
+        """Makes later loads on the loading stream of this turn wait for the event."""
         if event is not None:
             (self._other_loading if turn else self._loading).wait_event(event)
 
