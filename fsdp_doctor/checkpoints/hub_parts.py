@@ -31,7 +31,7 @@ class HubPart(NamedTuple):
         return self.lengths == self.whole and self.dims == tuple(range(len(self.whole)))
 
     def check(self, tensor: SavedTensor, expected: Shape) -> Shape:
-        """Returns the dims.
+        """Returns ``dims`` if the tensor can be converted.
 
         Raises BadFile if the dims do not correspond, or if the tensor's shape is not the one that config.json implies.
         """

@@ -41,7 +41,7 @@ def choose_optimizer(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None = None,
 ) -> SavedOptimizer | None:
-    """Chooses the optimizer's state; None if there is none.
+    """Returns the optimizer of a checkpoint, with its state by parameter name; None if there is none.
 
     ``parameters`` are the names of the model's parameters, in the order of the file. ``find_order`` is called if the
     optimizer numbers its parameters and the files do not keep their order, as safetensors files do not. Without it such

@@ -158,7 +158,7 @@ class State:
     """Tensors that were saved together.
 
     ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
-    files of the state are missing. ``tells_layout`` is false if these are files of ranks with only plain tensors.
+    files of the state are missing. ``tells_layout`` is false if the state is in rank files with only plain tensors.
     ``is_loose`` is true if the tensors may be parts, since no file tells how they were divided. ``unread`` maps the
     path of everything else, such as a quantized tensor, to its file and a description of its kind.
 

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files, and the index of a checkpoint that consists of several."""
+"""Reads and writes safetensors files, and the index of a checkpoint that consists of several files."""
 
 from __future__ import annotations
 

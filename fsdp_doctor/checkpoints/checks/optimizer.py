@@ -224,7 +224,8 @@ def _compute_bound(betas: _Betas | None, step: float | None) -> float:
 def _compare_with_bound(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float
 ) -> tuple[int, int]:
-    """Counts the elements whose squared first moment exceeds the bound, and all elements that were compared.
+    """Returns (number of elements whose squared first moment exceeds ``bound`` times the second, number of compared
+    elements).
 
     float16 moments are not compared, since optimizers that keep moments in float16 scale them.
     """
@@ -424,7 +425,9 @@ def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def name_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
 ) -> dict[str, SavedTensor]:
-    """Maps the optimizer's parameter numbers to the model's parameters; empty if the files do not keep their order."""
+    """Maps the optimizer's parameter numbers to the model's parameters; empty if the files do not keep the parameters'
+    order.
+    """
     places = {
         tensor.pieces[0][:2]: tensor
         for each in beside
@@ -438,7 +441,9 @@ def name_numbers(
 
 
 def name_parameters(evidence: CheckpointEvidence, state: State, beside: list[State]) -> dict[str, OptimizedParameter]:
-    """Reads the optimizer state of each parameter, keyed by the model's name for it if that is known."""
+    """Reads the optimizer state of each parameter, keyed by the parameter's name in the model or, if that is unknown,
+    by its key in the optimizer.
+    """
     optimizer = read_optimizer(evidence, state)
     places = name_numbers(state, beside, optimizer)
     return {
