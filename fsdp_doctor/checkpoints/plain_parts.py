@@ -1,4 +1,4 @@
-"""Finds plain tensors in rank files that may be parts of larger tensors, although no file says how these were divided."""
+"""Finds plain tensors in rank files that may be parts of larger tensors, although no file shows the division."""
 
 from __future__ import annotations
 
