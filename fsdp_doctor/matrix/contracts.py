@@ -1,5 +1,5 @@
-"""Defines the contracts of methods: the table of methods declares those of the matrix, and a user declares one with
-``promises``.
+"""Contracts of methods. The table of methods declares the contracts of the matrix's methods, and a user declares a
+contract with ``promises``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Contract:
 class Method:
     """Method that extracts or loads weights, of the matrix or of a framework's matrix.
 
-    summary: the method in code.
-    only: by axis, the values with which it makes sense.
+    summary: the method as a line of code.
+    only: by axis, the values with which the method makes sense.
     """
 
     name: str

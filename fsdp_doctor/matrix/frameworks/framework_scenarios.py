@@ -56,8 +56,8 @@ class FrameworkScenario:
 
     @property
     def generation(self) -> str:
-        """Name of the generation of workers that may run the scenario: one for each, because frameworks keep
-        singletons.
+        """Name of the group of worker processes that can run the scenario. Each scenario has its own group, because
+        frameworks keep singletons.
         """
         return self.id
 
