@@ -55,7 +55,9 @@ class BrokenCase:
 
 @functools.cache
 def read_catalogue() -> tuple[KnownFailure, ...]:
-    """Returns all entries, in the order of the files and of the entries in them. Raises as :func:`read_entries`."""
+    """Returns all entries, in the order of the files and of the entries in them. Raises the errors of
+    :func:`read_entries`.
+    """
     files = sorted(DIRECTORY.glob("*.toml"))
     return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
 
