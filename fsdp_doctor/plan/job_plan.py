@@ -108,7 +108,7 @@ class JobPlan:
 
 
 class Planner:
-    """Plans jobs, and caches its results: each model is built only once, and each role setup is predicted only once."""
+    """Plans jobs, and caches its results: the memory of each role setup is predicted only once."""
 
     def __init__(self) -> None:
         self._predictors: dict[tuple[str, int | None, ModelHead], Predictor] = {}
@@ -245,7 +245,7 @@ class Advice:
 
     @property
     def name(self) -> str:
-        """Name of the role and the setting, without the number at its end."""
+        """Role and setting, without the number at the end of the setting."""
         return self.setting.rstrip("0123456789.")
 
     @property
