@@ -153,7 +153,7 @@ class LoadedState:
         difference = compare(actual, piece.expected)
         others = [] if difference else [compare(copy.cpu(), piece.expected) for copy in piece.copies]
         if unloaded := next(filter(None, others), ""):
-            what = f"loaded into one memory that FSDP1 has of it, and not into another: {unloaded}"
+            what = f"loaded into one of the tensors in which FSDP1 keeps it, but not into another: {unloaded}"
             self._findings.note("wrong", what, piece.name)
             return
         if not difference:

@@ -33,7 +33,7 @@ class Merged:
     dtype: torch.dtype
 
     def describe_difference(self, actual: torch.Tensor) -> str:
-        """Describes how the host tensor ``actual`` differs from the exact weight; empty if it is within the bound."""
+        """Describes how the host tensor ``actual`` differs from the exact weight; empty within the bound."""
         bound = self.bound
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
@@ -63,7 +63,7 @@ class RankPart:
         )
         if difference or not compare(place.of(full), self.values):
             return difference
-        return "its place is not where this rank's elements are"
+        return "its place does not match the elements that this rank holds"
 
 
 def is_adapter(name: str) -> bool:
