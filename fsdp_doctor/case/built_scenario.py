@@ -196,7 +196,7 @@ def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
 
 
 def recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
-    """Returns the strategy with which a model is sharded."""
+    """Returns the strategy that shards a model; ``several`` for a mixture, ``none`` for an unsharded model."""
     strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
     strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:

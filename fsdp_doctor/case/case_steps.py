@@ -18,10 +18,10 @@ R = TypeVar("R")
 class CaseSteps(ABC, Generic[T]):
     """Actions of one kind of case at each point of a run. :class:`case_run.CaseRun` calls them in order.
 
-    T is the object that trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the
+    T is the object that trains: fsdp-doctor's trainer, or a framework's session. Every rank calls every method, in the
     same order.
 
-    runtime: the rank's runtime; None before a framework has made its process group.
+    runtime: the rank's device and process groups; None before a framework has made its process group.
     steps_before: the number of training steps between the build and the method.
     steps_after: the number of training steps after the method, each of which is checked.
     step_stage: the record's stage name for the steps after the method.
@@ -111,10 +111,10 @@ class CaseSteps(ABC, Generic[T]):
         """Returns whether the next case can use the trainer after this case's last training step."""
 
     def take_back(self, trainer: T) -> None:
-        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
+        """Restores a trainer that the next case may use to its state at the beginning of this case."""
 
     def calls_again(self) -> bool:
-        """Returns whether the method is called a second time, which shows values that it keeps from the first call."""
+        """Returns whether the method is called a second time, to find stale values from the first call."""
         return False
 
     def explain_retirement(self) -> str:

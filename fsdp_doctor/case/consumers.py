@@ -406,8 +406,8 @@ def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
 
 
 def _fail(pull: Callable[[], Any], given: MethodArguments, note: _Note, fail: Callable[[], None]) -> _Entries:
-    """Makes rank 0 fail after a few entries. All ranks then call a collective of the default group while rank 0 handles
-    the error, and the method is called again.
+    """Makes rank 0 fail after a few entries. All ranks then call a collective of the default group, while rank 0 still
+    handles the error. Finally the method is called again.
 
     A result that is a context manager is closed before the collective.
     """
@@ -439,8 +439,8 @@ def _end_receiver() -> None:
 
 
 def _pull_until_told(result: Any) -> None:
-    """Pulls all entries. A RuntimeError, with which a method may report that rank 0 has stopped pulling, ends this
-    early.
+    """Pulls all entries, or those before a RuntimeError, with which a method may report that rank 0 has stopped
+    pulling.
     """
     with contextlib.suppress(RuntimeError):
         for _ in iterate_entries(result):

@@ -13,7 +13,9 @@ _SHOWN = 3
 
 
 class Findings:
-    """Findings by name, summarized as one problem for each kind, in the order in which the kinds first came."""
+    """Findings about named tensors, summarized as one problem for each kind, in the order in which the kinds first
+    came.
+    """
 
     def __init__(self) -> None:
         self._names: dict[ProblemKind, dict[str, list[str]]] = {}

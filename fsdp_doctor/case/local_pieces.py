@@ -201,7 +201,7 @@ def _read_state_in_unit(
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
     """Returns this rank's part of a state tensor; None if there is no state.
 
-    placed: a tensor that is placed like the state.
+    placed: a tensor with the placements of the state.
     """
     if state is None:
         return None

@@ -44,7 +44,7 @@ SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
 def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
     """Builds a causal language model in float32, the same on every rank, on the CPU or on the meta device.
 
-    ``own`` weights come from the user's directory if it has a checkpoint.
+    The ``own`` weights of a user's model are read from its directory if the directory has a checkpoint.
     """
     model = copy.deepcopy(_build_template(name, dims, custom, weights))
     for module in model.modules() if name.is_quantized else ():

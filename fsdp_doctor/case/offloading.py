@@ -70,10 +70,10 @@ def unstage(model: nn.Module, device: torch.device, offloaded: Collection[nn.Mod
     """Undoes ``load`` under CPUOffloadPolicy: moves shards to the CPU, where torch expects them, and buffers to
     ``device``.
 
-    A half-moved module can train again afterwards. The policy moves only parameters, so buffers that ``model.to`` moved
-    must be moved back.
+    Even a module that was moved only in part can train again afterwards. The policy moves only parameters, so buffers
+    that ``model.to`` moved must be moved back.
 
-    offloaded: the modules under the policy. The other units are moved to ``device``, outer ones first.
+    offloaded: the modules under the policy. The other units are moved to ``device``, outer units first.
     """
     model.to("cpu")
     for module in model.modules():

@@ -15,7 +15,7 @@ from fsdp_doctor.weights.fsdp import private
 
 
 def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
-    """Explains why the optimizer cannot be made here; empty if it can."""
+    """Explains why the optimizer cannot be made with the installed packages and devices; empty if it can."""
     match kind:
         case Optimizer.MUON:
             is_there = hasattr(torch.optim, "Muon")

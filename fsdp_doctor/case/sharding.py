@@ -175,7 +175,8 @@ def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def compute_stated_parts(tensor: DTensor, sizes: Sequence[int]) -> list[LocalPart]:
-    """Computes every rank's part of a tensor whose framework states the parts. They follow one another in rank order.
+    """Computes every rank's part of a tensor whose framework states the parts. The parts must follow one another in
+    rank order.
 
     Raises LayoutError unless one dim is sharded over a mesh of one dim, and the parts make up the whole tensor.
 
@@ -211,7 +212,7 @@ def list_ranks(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def find_experts_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Returns the mesh along which the model's experts are divided unknown to FSDP; None if there is none."""
+    """Returns the mesh over which the model's experts are divided without DTensors; None if there is none."""
     mesh: DeviceMesh | None = getattr(model, _EXPERTS_MESH, None)
     return mesh
 
@@ -272,9 +273,10 @@ def _are_all_trained(model: nn.Module) -> bool:
 
 
 def _wrap_policy(model: nn.Module, offloaded: tuple[nn.Module, ...]) -> Any:
-    """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each trained leaf.
+    """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each leaf module that is
+    trained.
 
-    verl wraps trained leaves for LoRA, since a flat parameter is trained as a whole or not at all.
+    verl wraps such leaf modules for LoRA, since a flat parameter is trained as a whole or not at all.
 
     offloaded: the units under CPUOffload, with all modules below them.
     """

@@ -37,7 +37,7 @@ class MethodArguments:
 
     device: this rank's compute device. The arguments below exist only in a probe.
     scratch: a directory for this call, the same on every rank, which does not exist yet.
-    control: a gloo group apart from the model's group.
+    control: a gloo group that the model does not use.
     state: the checkpoint to load, for a method that loads.
     buffers: the non-persistent buffers, by name, on the host, with the values of a model that was never on the meta
         device.
@@ -79,9 +79,9 @@ def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def run_in_context(context: Context, function: MethodFunction) -> MethodFunction:
-    """Wraps ``function`` so that it is called, and its result is iterated over, in one of torch's contexts.
+    """Wraps ``function`` so that it is called, and its result is iterated over, in the given autograd context.
 
-    Work on an entry before the next entry is requested is outside of the context.
+    The caller's own work on an entry is outside of the context.
     """
     match context:
         case Context.ORDINARY:
