@@ -15,7 +15,7 @@ class HubPart(NamedTuple):
     """A tensor of the Hub's files, described as a block of a model tensor with the shape ``whole``.
 
     ``dims`` gives, for each dim of ``shape``, the matching dim of the model tensor, or -1 for a dim of length 1 that
-    the model tensor lacks. It is None if the dims do not correspond although the elements have the same order.
+    the model tensor lacks. ``dims`` is None if the dims do not correspond although the elements have the same order.
     """
 
     tensor: str

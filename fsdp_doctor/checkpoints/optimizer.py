@@ -163,8 +163,9 @@ def _order_by_class(
 ) -> list[str]:
     """Returns the names in the order in which the groups number them.
 
-    A single group has all parameters. If there are two and Trainer made them, the first has the parameters with weight
-    decay. Returns an empty list for other groups, and if the model class has a parameter that the checkpoint lacks.
+    A single group has all parameters. If there are two groups and Trainer made them, the first group has the parameters
+    with weight decay. Returns an empty list for other groups, and if the model class has a parameter that the
+    checkpoint lacks.
     """
     if order is None or not model.tensors.keys() >= set(order.names):
         return []

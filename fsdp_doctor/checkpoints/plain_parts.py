@@ -46,11 +46,11 @@ def find_loose_tensors(checkpoint: SavedCheckpoint, state: State, *, is_of_one_r
 
 
 def find_loose_files(checkpoint: SavedCheckpoint) -> None:
-    """Marks the states of one rank's file that were taken for whole as loose: ``rank0.pt``,
-    ``rank_1/model.safetensors``.
+    """Marks as loose each state that was read as whole although its file, such as ``rank0.pt`` or
+    ``rank_1/model.safetensors``, belongs to one rank.
 
-    Other numbers in names, as in ``model_0.pt``, may be numbers of steps. They count as ranks if the embedding has 1/N
-    of the rows or columns that config.json gives, for N such files.
+    Other numbers in names, as in ``model_0.pt``, may be numbers of steps. Such numbers count as ranks if the embedding
+    has 1/N of the rows or columns that config.json gives, for N such files.
     """
     alike: dict[tuple[str, frozenset[tuple[str, ...]]], list[State]] = defaultdict(list)
     for state in checkpoint.states:

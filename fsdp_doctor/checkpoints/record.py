@@ -98,7 +98,7 @@ class SavedTensor:
     ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
     ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
     tensor does not belong to the model. ``is_loose`` is true if ranks saved different plain tensors under this name, so
-    that each piece may be a part of the tensor, whose place no file gives.
+    that each piece may be a part whose place in the tensor no file gives.
     """
 
     path: tuple[str, ...]
@@ -255,8 +255,7 @@ class SavedCheckpoint:
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
         """Finds the JSON object called ``name`` near a state; empty if there is none.
 
-        It is searched in the state's directory and in its parent directory, and in the subdirectory ``huggingface`` of
-        both.
+        The state's directory, its parent directory, and the subdirectory ``huggingface`` of both are searched.
         """
         here = pathlib.PurePath(directory)
         for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):

@@ -100,7 +100,7 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
 def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
     """Makes the first bytes of a file for these tensors, and returns them with the offset of each tensor in the file.
 
-    The tensors keep their order. Pass those with larger elements first: there is no padding between tensors, so this
+    The tensors keep their order. Pass tensors with larger elements first: there is no padding between tensors, so this
     order keeps all of them aligned. Raises BadFile for a dtype that safetensors does not have.
     """
     entries, begins, at = {}, {}, 0

@@ -82,7 +82,7 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
     """Finds norms that lack num_batches_tracked. Only a single norm, other than the first, counts as damaged.
 
-    Frozen norms have no such count, and a model's first norms are the ones that are usually frozen.
+    Frozen norms have no such count, and usually a model's first norms are frozen.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
@@ -191,7 +191,7 @@ def _name_role(tensor: SavedTensor) -> str:
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
-    """Compares each convolution's output channels with the size of the norm that has the same number."""
+    """Compares each convolution's output channels with the size of the norm with the same number in its name."""
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _CONVOLUTION.fullmatch(name)

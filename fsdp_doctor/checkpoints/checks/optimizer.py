@@ -85,7 +85,9 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters that have no optimizer state although others of their layer do, and finds impossible state."""
+    """Finds parameters that have no optimizer state although other parameters of their layer have it, and impossible
+    state.
+    """
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()
@@ -417,7 +419,7 @@ def _compute_mean(evidence: CheckpointEvidence, tensor: SavedTensor) -> float | 
 
 
 def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
+    """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of the shape ``shape``."""
     are_matrices = len(shape) == len(whole) == 2
     return are_matrices and any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 

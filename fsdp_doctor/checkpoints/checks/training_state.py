@@ -126,6 +126,8 @@ def _find_file_of_another_save(
 ) -> tuple[str, float, float] | None:
     """Finds the file whose steps all differ from the steps in the other files, although it has parameters of the same
     modules.
+
+    Returns (file, its step, step of the other files), or None.
     """
     of_one = {file: next(iter(by_step)) for file, by_step in files.items() if len(by_step) == 1}
     counts = Counter(of_one.values())
