@@ -1,9 +1,9 @@
 """The interface of an adapter: how a framework's own code builds, trains, offloads, saves, loads and extracts.
 
-An adapter is an instance of :class:`Adapter` in a module of this room or of any other package. A TOML table with the
-module's name lies in the same directory. The module imports its framework only inside functions, and uses only the
-framework's public names, as users do. If a line of the adapter itself raises AttributeError, ImportError or TypeError,
-the case is reported as ``unsupported`` with the framework's version, never as a failure of the framework.
+An adapter is an instance of :class:`Adapter` in a module of ``fsdp_doctor.frameworks`` or of any other package. A TOML
+table with the module's name lies in the same directory. The module imports its framework only inside functions, and
+uses only the framework's public names, as users do. If a line of the adapter itself raises AttributeError, ImportError
+or TypeError, the case is reported as ``unsupported`` with the framework's version, never as a failure of the framework.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     """The steps that all kinds of cases share: the framework builds and trains, and calls back between its steps.
 
     weights: the weights of the plain model that the framework is given.
-    takes_kept: whether the kind can use a session that another case has already trained.
+    takes_kept: whether this kind of case can use a session that another case has already trained.
     directory: the directory of the case, the same on every rank; it does not exist yet.
     """
 
