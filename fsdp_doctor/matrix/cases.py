@@ -232,7 +232,9 @@ class Case:
 
     @property
     def that_must_work(self) -> Case:
-        """Same case with the exact checkpoint, dense weights, and a model whose backward did not raise."""
+        """Case in which the method must work: this case with the exact checkpoint, dense weights, and no raised
+        backward.
+        """
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
         if exact.model.is_quantized:
             exact = exact.change(model=Model.QWEN3_LORA.value)
@@ -271,7 +273,7 @@ def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
 
 
 def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
-    """Reads an id of the matrix back. Raises UsageError that names the unknown part."""
+    """Reads the id of a case of the matrix. Raises UsageError that names the unknown part."""
     *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:

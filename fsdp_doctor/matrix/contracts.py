@@ -48,7 +48,7 @@ class Contract:
         tensors of the model that peft was given, with the adapters added. ``adapter``: only the adapter, named as in
         peft's files.
     streams: the streams on which entries may be asked for: ``any``, or only the ``one`` that is current at the call.
-    keeps: whether a yielded tensor may be kept; otherwise it must be read before the next one is asked for.
+    keeps: whether a yielded tensor may be kept; otherwise it must be read before the next tensor is asked for.
 
     For a method that loads, ``ranks`` and ``weights`` describe what it is given, and:
 

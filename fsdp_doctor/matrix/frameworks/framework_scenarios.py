@@ -148,7 +148,7 @@ def find_frameworks(words: Sequence[str]) -> list[str]:
 
 
 def parse_framework_id(text: str) -> FrameworkCase:
-    """Reads an id such as ``accelerate:fsdp1/offload/sharded/load_state`` back.
+    """Reads the id of a framework's case, such as ``accelerate:fsdp1/offload/sharded/load_state``.
 
     Raises UsageError that names the unknown part.
     """
