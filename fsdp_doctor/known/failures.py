@@ -146,7 +146,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     contradicted_by: facts that speak against the failure: if a log shows one, the entry is no more than possible.
     one_rank: whether only one rank raises the failure: if several ranks did, the entry is no more than possible.
     needs: facts that the failure requires. The entry is known for certain only if the log shows them; in the matrix
-        they are given.
+        they always hold.
     check: a way to see a failure that raises nothing. Only silent failures have it.
     symptoms: regular expressions over the verdict's reason, for a failure that is silent outside the matrix.
     triggers: the cases and runs that show the failure.
@@ -247,7 +247,9 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether one of the triggers contains the case, whatever the versions of the entry."""
+        """Returns whether one of the triggers contains the case. Does not compare the entry's ``torch`` and
+        ``versions``.
+        """
         return self._is_of_method(case.method) and any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
@@ -280,7 +282,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @functools.cached_property
     def _anchored(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
-        """The signatures, each after its anchor."""
+        """The signatures as (anchor, pattern); see :func:`find_anchor`."""
         return tuple((find_anchor(pattern), pattern) for pattern in self.signatures)
 
     @functools.cached_property
