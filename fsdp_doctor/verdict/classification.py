@@ -1,7 +1,7 @@
 """Turns the reports of all ranks into one verdict. These are pure functions over values; nothing here runs a case.
 
 A missing record is never a pass. The first event is the cause, and outranks the events that follow from it. An error
-like "connection closed by peer" is never the cause while another rank has a better one. A worker is not blamed for an
+like "connection closed by peer" is never the cause while another rank has a better error. A worker is not blamed for an
 action of fsdp-doctor, such as ending the worker at a deadline.
 """
 
