@@ -1,8 +1,8 @@
-"""Checks that a model is built as the id of its scenario says.
+"""Checks that a model was built with the settings that its scenario's id names.
 
 The actual facts are read from the model, the optimizer and the process group. The expected facts are derived only from
-the id. Neither side uses the other side, or the code that builds the model. Only metadata is read, so nothing waits for
-a copy in flight, and no collective is called.
+the id. Neither side uses the other, or the code that builds the model. Only metadata is read, so nothing waits for a
+copy in flight, and no collective is called.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class BuiltFacts:
 
     units: the number of FSDP modules of each kind.
     groups: the number of process groups.
-    spreads: the numbers of ranks over which parameters are replicated and sharded.
-    policy: the offload policies; for FSDP2, also whether they pin.
-    casts_to, reduces_in: the dtypes of mixed precision.
+    spreads: for each mesh of the parameters, the number of ranks that each dim replicates or shards over.
+    policy: the offload policies; for FSDP2, also whether they pin memory.
+    casts_to, reduces_in: the param_dtype and reduce_dtype of mixed precision.
     dtypes: the dtypes of the parameters.
     shards_on: the device types of the parameters' shards.
     shown_on: the device types that the parameters report.
     pinned: whether the shards in host memory are pinned.
-    moments_on: the device types of the optimizer's state, without its step counters.
+    moments_on: the device types of the optimizer's state, except step counters.
     optimizer: the kind of optimizer.
     comes_for_step: whether hooks of the optimizer bring its state to the device for a step.
     has_stepped: whether the optimizer has a state.
-    open_step: the part of a step that has begun and has not ended.
-    model: the class of the model.
+    open_step: the part of a training step that has begun and has not ended.
+    model: the name of the model's class.
     backends: the backend of each device type.
     ranks: the number of ranks.
     """
@@ -83,13 +83,11 @@ class BuiltFacts:
 
 
 class NotAsNamed(Exception):
-    """Error for a model that is not built as its scenario's id says: a fault of the doctor, not a verdict about
-    torch.
-    """
+    """Error for a model that does not match its scenario's id: a bug of fsdp-doctor, not a finding about torch."""
 
 
 def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
-    """Returns a sentence for each fact that differs from the expected one, beginning with the fact's name."""
+    """Returns a text for each fact that differs from the expected fact: the fact's name and both values."""
     return [
         f"{field.name}: {_put_into_words(getattr(actual, field.name))} instead of {_put_into_words(wanted)}"
         for field in dataclasses.fields(BuiltFacts)
@@ -98,7 +96,7 @@ def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario, *, device: str, ranks: int) -> None:
-    """Raises NotAsNamed if the model is not in the state that the scenario's id names.
+    """Raises NotAsNamed if the model does not match the scenario's id.
 
     It must be called right before the method under test. The check is local to a rank.
 
@@ -157,7 +155,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
 
 
 def _moves_state(hook: Any) -> bool:
-    """Returns whether an optimizer's hook belongs to a trainer, and not to the measurement of its steps' memory."""
+    """Returns whether an optimizer's hook belongs to the trainer, and not to fsdp-doctor's measurement of memory."""
     return not str(getattr(hook, "__module__", "")).startswith("fsdp_doctor.examination.")
 
 
@@ -184,7 +182,7 @@ def _recognize_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer | Litera
 
 
 def _name_local_class(parameter: torch.Tensor) -> str:
-    """Returns the name of the class of a parameter's shard."""
+    """Returns the class name of a parameter's shard."""
     with torch.no_grad():
         return type(parameter.to_local() if isinstance(parameter, DTensor) else parameter).__name__
 
@@ -198,7 +196,7 @@ def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
 
 
 def recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
-    """Returns the strategy with which a model is sharded."""
+    """Returns the strategy that shards a model; ``several`` for a mixture, ``none`` for an unsharded model."""
     strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
     strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:
@@ -243,7 +241,7 @@ def _list_groups(contents: ModelContents) -> Iterator[Any]:
 
 
 def list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
-    """Yields the offload policy of each FSDP unit; ``cpu`` is FSDP1's, which does not say whether it pins."""
+    """Yields each FSDP unit's offload policy. FSDP1's is ``cpu``, because CPUOffload does not say whether it pins."""
     for unit in contents.fsdp2_units:
         if isinstance(unit.policy, CPUOffloadPolicy):
             yield "pinned" if unit.policy.pin_memory else "unpinned"

@@ -1,4 +1,4 @@
-"""Interface of a kind of case: the actions at each point of the run that ``CaseRun`` goes through."""
+"""Interface for one kind of case: the actions that ``CaseRun`` calls at each point of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ R = TypeVar("R")
 class CaseSteps(ABC, Generic[T]):
     """Actions of one kind of case at each point of a run. :class:`case_run.CaseRun` calls them in order.
 
-    T is the object that trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the
+    T is the object that trains: fsdp-doctor's trainer, or a framework's session. Every rank calls every method, in the
     same order.
 
-    runtime: the rank's runtime; None before a framework has made its process group.
+    runtime: the rank's device and process groups; None before a framework has made its process group.
     steps_before: the number of training steps between the build and the method.
     steps_after: the number of training steps after the method, each of which is checked.
-    step_stage: the name of the stage of these steps in the record.
+    step_stage: the record's stage name for the steps after the method.
     agrees_on_reference: whether the ranks tell each other if taking the reference succeeded, because it can fail on
         only one rank.
     keeps_settings: whether the method must leave the settings of the process unchanged.
@@ -42,7 +42,7 @@ class CaseSteps(ABC, Generic[T]):
 
     @property
     def present_runtime(self) -> Runtime:
-        """Runtime of a trainer that has been built."""
+        """Runtime of the rank; it exists once the trainer is built."""
         assert self.runtime is not None
         return self.runtime
 
@@ -55,9 +55,9 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def drive(self, trainer: T, life: Generator[None, None, R]) -> R:
-        """Trains a step each time the run yields, and throws the step's error into the run.
+        """Trains a step each time the generator ``life`` yields, and throws an error of the step into the generator.
 
-        Returns the run's result.
+        Returns the generator's result.
         """
 
     def check_built(self, trainer: T) -> None:
@@ -65,21 +65,23 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def take_reference(self, trainer: T) -> None:
-        """Notes the values that the method must deliver or restore."""
+        """Records the values that the method must deliver or restore."""
 
     def look_ahead(self, trainer: T) -> Iterator[None]:
-        """Finds the outcomes of the next steps without the method; yields wherever a step must be trained."""
+        """Records the outcomes that the next training steps have without the method. Yields each time a step must be
+        trained.
+        """
         return iter(())
 
     def offload(self, trainer: T) -> None:
         """Brings the model into the state in which the method is called."""
 
     def note_state(self, trainer: T) -> None:
-        """Notes the state that the method must not change."""
+        """Records the state that the method must not change."""
 
     @abstractmethod
     def run_method(self, trainer: T, call: Callable[[], Any], owned: bool) -> None:
-        """Runs the method by ``call``, and verifies the method's effects.
+        """Runs the method through ``call``, and verifies its effects.
 
         call: a function that runs the method and returns its result.
         owned: whether only ``call`` refers to the method's result, so that the result's memory can be measured.
@@ -94,9 +96,7 @@ class CaseSteps(ABC, Generic[T]):
         return True
 
     def resume(self, trainer: T) -> None:
-        """Brings back the memory that the next training step needs, and checks that it starts from the right
-        weights.
-        """
+        """Makes the model ready for the next training step, and checks that the step starts from the right weights."""
 
     def measure_step(self, trainer: T) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which the next training step runs."""
@@ -108,13 +108,13 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def is_reusable(self, trainer: T) -> bool:
-        """Returns whether the trainer can serve the next case after its step."""
+        """Returns whether the next case can use the trainer after this case's last training step."""
 
     def take_back(self, trainer: T) -> None:
-        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
+        """Restores a trainer that the next case may use to its state at the beginning of this case."""
 
     def calls_again(self) -> bool:
-        """Returns whether the method is called a second time, which shows values that it keeps from the first call."""
+        """Returns whether the method is called a second time, to find stale values from the first call."""
         return False
 
     def explain_retirement(self) -> str:

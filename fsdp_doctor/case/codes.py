@@ -23,7 +23,7 @@ Scales: TypeAlias = Mapping[str, tuple[torch.Tensor, ...]]
 def decode(model: nn.Module, codes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Computes the weights from the model's quantized codes and scales, as bitsandbytes does.
 
-    codes: the joined codes of each weight, on the host, among other tensors.
+    codes: the unsharded codes of each weight on the host; other tensors are ignored.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, state in _list_states(model):
@@ -44,14 +44,14 @@ def copy_scales(model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def write_scales(model: nn.Module, scales: Scales) -> None:
-    """Writes the scales into the memory of the model's own scales."""
+    """Overwrites the model's scales in place."""
     for name, state in _list_states(model):
         for own, given in zip(_list_tensors(state), scales[name], strict=True):
             own.copy_(given)
 
 
 def find_other_scales(model: nn.Module, scales: Scales) -> list[str]:
-    """Lists the weights whose scales differ from the given ones in any bit."""
+    """Lists the weights whose scales in the model differ from ``scales`` in any bit."""
     own = copy_scales(model)
     return [
         name for name, given in scales.items() if len(own[name]) != len(given) or any(map(compare, own[name], given))
@@ -67,7 +67,9 @@ def _list_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _list_tensors(state: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a state, and of the state of its scales if the scales are quantized, too."""
+    """Yields the tensors of a ``quant_state``. If its scales are quantized, too, yields also the tensors of their
+    state.
+    """
     for value in vars(state).values():
         if isinstance(value, torch.Tensor):
             yield value

@@ -1,4 +1,4 @@
-"""Consumers of the entries that a method yields: the values of the axis ``consumer``.
+"""Consumers of the (name, tensor) entries that a method yields: one for each value of the axis ``consumer``.
 
 A consumer pulls the entries and yields a result for each: on rank 0 the tensor that the receiver got, on other ranks
 the entry itself. These results are verified like the entries of a method.
@@ -56,13 +56,13 @@ _NOISE = {
 
 
 class ConsumerError(RuntimeError):
-    """Error that the doctor plants, for a sender that fails while it handles an entry."""
+    """Error that fsdp-doctor raises on purpose, to imitate a sender that fails while it handles an entry."""
 
 
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
-    """Calls the method, and passes its result to the consumer.
+    """Calls the method through a consumer. Returns the entries to verify.
 
-    note: a function that is called with problems that are found while the result is consumed.
+    note: a function that is called with each problem that is found while the entries are consumed.
     """
     pull = functools.partial(function, given)
     match consumer:
@@ -99,7 +99,9 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
 
 
 def prepare_consumer(consumer: Consumer) -> None:
-    """Starts the receiver, which takes seconds, before the state is noted for the method."""
+    """Starts the receiver on rank 0 if the consumer needs it. The start takes seconds, so it comes before the training
+    state is recorded.
+    """
     if consumer.needs_sender and _sends():
         start_receiver()
 
@@ -162,7 +164,7 @@ def _send_packed(
     *,
     before: Callable[[], None] = lambda: None,
 ) -> _Entries:
-    """Sends packed buffers from rank 0; the other ranks only pull their entries, on the stream of the call."""
+    """Sends packed buffers from rank 0; the other ranks only pull their entries, on the current stream."""
     if not _sends():
         before()
         yield from iterate_entries(pull())
@@ -191,9 +193,10 @@ class _Wire:
             del tensor
 
     def broadcast(self, buffer: torch.Tensor, src: int) -> None:
-        """Sends a buffer with all entries that were pulled since the previous buffer.
+        """Queues a buffer with all entries that were pulled since the previous buffer, and sends the buffer before the
+        previous one.
 
-        At this call the sender has waited for the stream of the buffer before the previous one.
+        At this call the sender has already waited for the stream of the buffer that is sent.
         """
         del src
         if len(self._in_flight) == _NUM_BUFFERS:
@@ -208,7 +211,7 @@ class _Wire:
 
 
 def _find_packed_sender(device: torch.device) -> Callable[..., None]:
-    """Returns vLLM's packed sender if vLLM is installed and there is an accelerator, otherwise the doctor's own."""
+    """Returns vLLM's packed sender if vLLM is installed and there is an accelerator, otherwise fsdp-doctor's own."""
     vllm = importlib.util.find_spec("vllm")
     if device.type == "cpu" or vllm is None or not vllm.submodule_search_locations:
         return functools.partial(_send_buffers, device)
@@ -217,7 +220,7 @@ def _find_packed_sender(device: torch.device) -> Callable[..., None]:
 
 @functools.cache
 def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[..., None]:
-    """Loads only the file of vLLM's sender, because importing the package loads kernels.
+    """Returns vLLM's packed sender. Loads only the sender's file, because importing the package loads kernels.
 
     The file is loaded only once, because it keeps its streams.
     """
@@ -235,7 +238,7 @@ def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[...,
 
 
 class _TorchOfDevice:
-    """torch module for a file that knows only CUDA: ``torch.cuda`` is replaced by another device's module."""
+    """Stand-in for the torch module in a file that knows only CUDA: its ``cuda`` is another device's module."""
 
     def __init__(self, device_type: str) -> None:
         self.cuda = torch.get_device_module(device_type)
@@ -245,7 +248,7 @@ class _TorchOfDevice:
 
 
 def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int, read: Any, most_bytes: int) -> None:
-    """Sends like vLLM: each of two buffers has a stream, on which entries are pulled and packed."""
+    """Sends packed buffers like vLLM: each of two buffers has a stream, on which its entries are pulled and packed."""
     module = torch.get_device_module(device)
     streams = [module.Stream(device) if device.type != "cpu" else None for _ in range(_NUM_BUFFERS)]
     for stream in itertools.cycle(streams):
@@ -268,7 +271,7 @@ def _synchronize(stream: Any) -> None:
 
 @torch.no_grad()
 def write_weights(given: MethodArguments) -> None:
-    """Imitates the end of a step: rewrites every weight with the same bits, in kernels that are not waited for."""
+    """Imitates the end of a step: rewrites every weight with the same bits, without a wait for the kernels."""
     for parameter in given.model.parameters():
         local = private.read_local_tensor(parameter).detach()
         local.copy_(local.clone())
@@ -295,7 +298,7 @@ def _send_colocated(entries: _Entries, given: MethodArguments, note: _Note) -> _
 def _send_over_devices(pull: Callable[[], Any], given: MethodArguments, note: _Note) -> _Entries:
     """Broadcasts each entry to a receiver on rank 1's device.
 
-    The order of launches is checked, so a deadlock does not hang.
+    The order of the launches is checked, so that a deadlock is reported and does not hang.
     """
     assert given.scratch is not None
     directory = given.scratch.with_name(f"{given.scratch.name}-launches")
@@ -351,7 +354,7 @@ def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Not
 def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
     """Reads the amounts of resources that the process uses.
 
-    num_read: the number of earlier calls, each of which made a stream.
+    num_read: the number of earlier readings, each of which made a stream.
     """
     gc.collect()
     process = psutil.Process()
@@ -371,7 +374,9 @@ def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
 
 
 def _read_host_bytes(process: psutil.Process) -> int:
-    """Returns the bytes that malloc has given out, or the size of the process if the C library does not count them."""
+    """Returns the bytes that malloc has in use, or the resident memory of the process if the C library does not count
+    them.
+    """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return int(process.memory_info().rss)
@@ -401,8 +406,8 @@ def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
 
 
 def _fail(pull: Callable[[], Any], given: MethodArguments, note: _Note, fail: Callable[[], None]) -> _Entries:
-    """Makes rank 0 fail after a few entries, and all ranks call a collective of the model's group while it handles the
-    error.
+    """Makes rank 0 fail after a few entries. All ranks then call a collective of the default group, while rank 0 still
+    handles the error. Finally the method is called again.
 
     A result that is a context manager is closed before the collective.
     """
@@ -434,7 +439,9 @@ def _end_receiver() -> None:
 
 
 def _pull_until_told(result: Any) -> None:
-    """Pulls all entries, or stops at the RuntimeError by which a method reports that rank 0 has left."""
+    """Pulls all entries, or those before a RuntimeError, with which a method may report that rank 0 has stopped
+    pulling.
+    """
     with contextlib.suppress(RuntimeError):
         for _ in iterate_entries(result):
             pass

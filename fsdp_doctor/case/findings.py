@@ -13,7 +13,9 @@ _SHOWN = 3
 
 
 class Findings:
-    """Findings by name, summarized as one problem for each kind, in the order in which kinds came."""
+    """Findings about named tensors, summarized as one problem for each kind, in the order in which the kinds first
+    came.
+    """
 
     def __init__(self) -> None:
         self._names: dict[ProblemKind, dict[str, list[str]]] = {}
@@ -55,7 +57,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def describe_first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """Describes the elements that differ.
+    """Describes how many elements differ, and the first of them.
 
     differs: a flat mask of the elements that differ, at least one.
     """

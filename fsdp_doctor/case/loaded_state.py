@@ -23,8 +23,7 @@ _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})
 class _Facts:
     """Facts about a parameter or buffer before a load. The load may change only the values.
 
-    pinned: whether the shard is pinned; False if copies are in flight, because copies in flight leave shards pinned
-        without a policy.
+    pinned: whether an offload policy has pinned the shard's memory; False while copies are in flight.
     values: this rank's part, on the host; None on the meta device, or if copies are in flight.
     """
 
@@ -47,7 +46,7 @@ class LoadedState:
     pins: whether a torch offload policy may pin shards.
     buffers: the values of the non-persistent buffers, which no state dict contains.
     left_alone: the name of a tensor that the load must not change.
-    watches: whether the earlier values may be read now, which waits for copies in flight.
+    watches: whether the values before the load may be read, which waits for copies in flight.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class LoadedState:
         difference = compare(actual, piece.expected)
         others = [] if difference else [compare(copy.cpu(), piece.expected) for copy in piece.copies]
         if unloaded := next(filter(None, others), ""):
-            what = f"loaded into one memory that FSDP1 has of it, and not into another: {unloaded}"
+            what = f"loaded into one of the tensors in which FSDP1 keeps it, but not into another: {unloaded}"
             self._findings.note("wrong", what, piece.name)
             return
         if not difference:
@@ -170,7 +169,8 @@ class LoadedState:
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
         """Explains why the tensor's device is wrong; empty if it is right.
 
-        The right device is the device before the load or, for a buffer, also the device that uses the buffer.
+        The right device is the device before the load or, for a buffer, also the compute device. A parameter from the
+        meta device must be on the compute device or, under an offload policy, on the host.
         """
         if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
@@ -184,7 +184,8 @@ class LoadedState:
         return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
-        """Checks that a non-persistent buffer keeps its values and dtype, and is on its device or the compute device.
+        """Checks that a non-persistent buffer keeps its values and dtype, and is on its earlier device or the compute
+        device.
 
         A buffer that was on the meta device must get its values.
         """
@@ -207,7 +208,9 @@ class LoadedState:
 def find_optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
-    """Checks the optimizer after a load: every moment and step, their dtypes, and the options of its groups."""
+    """Returns the problems of the optimizer after a load: wrong state tensors, their dtypes, and the param groups'
+    options.
+    """
     findings = Findings()
     for index, state in enumerate(optimizer.state.values()):
         for key, value in state.items():
@@ -255,8 +258,8 @@ def _is_other_option(ours: Any, wanted: Any) -> bool:
 def count_optimized(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[int, int]:
     """Returns (number of the model's parameters that an optimizer has, number of the model's parameters).
 
-    Other parameters than the flat parameter of an FSDP1 unit without original parameters do not count: bitsandbytes
-    registers the quantized weights of the last forward as parameters.
+    In an FSDP1 unit with ``use_orig_params=False`` only the flat parameter counts, because bitsandbytes also registers
+    the quantized weights of the last forward as parameters.
     """
     flat_units = [unit for unit in reader.read(model).fsdp1_units if not unit.keeps_originals]
     shown = {id(tensor) for unit in flat_units for tensor in unit.shown.values()}

@@ -1,4 +1,4 @@
-"""Parts of each parameter, buffer and moment: the part on this rank, and the values that it should have.
+"""Parts of parameters, buffers and moments that this rank holds, and the values that each part should have.
 
 The parts are computed only from placements and flat layouts, on each rank separately and without a collective.
 """
@@ -26,7 +26,7 @@ class LocalPiece:
     """Part of one tensor on this rank.
 
     names: all names of a tied parameter; for a moment only ``<parameter>.<state>``.
-    shown: the sharded tensor that the model or the optimizer has; a tensor of FSDP1 may be unsharded.
+    shown: the tensor that the model or the optimizer refers to: sharded, but for FSDP1 possibly unsharded.
     device: the device that the tensor reports, or reported before it was unsharded.
     held: this rank's part in its present memory, which can be written.
     copies: other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
@@ -52,7 +52,7 @@ class LocalPiece:
 
 
 def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
-    """Lists every parameter and every buffer of a state dict, each once."""
+    """Lists this rank's part of every parameter and every buffer of a state dict, each once."""
     contents = read_contents(model)
     return [
         *_list_unit_pieces(contents, full),
@@ -63,7 +63,7 @@ def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
 def list_optimizer_pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, states: Full
 ) -> tuple[list[LocalPiece], list[str]]:
-    """Returns (the moments that the optimizer has, the names of the moments that it lacks).
+    """Returns (this rank's parts of the optimizer's moments, the names of the moments that the optimizer lacks).
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
     """
@@ -91,14 +91,14 @@ def list_optimizer_pieces(
 
 
 def may_lack_state(parameter: torch.Tensor) -> bool:
-    """Returns whether this rank needs no state of a parameter, because its framework states that the rank has no part
-    of it.
+    """Returns whether the optimizer may lack a parameter's state on this rank: the framework gives this rank none of
+    the parameter's elements.
     """
     return private.read_stated_chunk(parameter) is not None and not private.read_local_tensor(parameter).numel()
 
 
 def write(pieces: list[LocalPiece]) -> None:
-    """Writes the expected values into the model or the optimizer."""
+    """Writes the expected values of each piece into the model's or the optimizer's tensors."""
     with torch.no_grad():
         for piece in pieces:
             if piece.expected is not None:
@@ -107,9 +107,10 @@ def write(pieces: list[LocalPiece]) -> None:
 
 
 def cut_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements.
+    """Returns this rank's part of the unsharded tensor ``full``, cut as ``tensor`` is.
 
-    Where a framework states the parts of its DTensors, they are cut as it states them.
+    A DTensor is cut as its framework states in ``__create_chunk_list__``, otherwise by its placements. Any other tensor
+    is not cut.
     """
     if not isinstance(tensor, DTensor):
         return full
@@ -133,7 +134,7 @@ class _Place:
 
     index: the parameter's index in the unit.
     mine: the elements of the flat parameter that belong to the parameter and are in this rank's shard.
-    begin: the first of these elements in the shard.
+    begin: the position of the first of these elements in the shard.
     """
 
     unit: Fsdp1Unit
@@ -181,8 +182,8 @@ def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiec
 def _read_state_in_unit(
     place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor
 ) -> LocalPiece | None:
-    """Returns the piece of a parameter's state: a range of the flat parameter's state, or the original parameter's
-    state.
+    """Returns this rank's part of a parameter's state, from the state of the flat parameter or of the original
+    parameter; None if the optimizer has no such state.
     """
     unit = place.unit
     if not len(place.mine):
@@ -198,9 +199,9 @@ def _read_state_in_unit(
 
 
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
-    """Makes the piece of one tensor; None if there is no state.
+    """Returns this rank's part of a state tensor; None if there is no state.
 
-    placed: a tensor that is placed like the state.
+    placed: a tensor with the placements of the state.
     """
     if state is None:
         return None

@@ -1,8 +1,7 @@
 """Weights of a model with LoRA adapters, merged or adapters only, computed from the reference on the host.
 
 The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum.
-Therefore not only one value of a merged weight is right, but every value that is as near to the exact one as rounding
-allows.
+Therefore a merged weight is right if each of its values is as near to the exact value as rounding allows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fsdp_doctor.weights.fsdp import reader
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged weight.
+    """Weight with its LoRA adapter added, and the error that rounding may cause.
 
     exact: the weight in float64.
     bound: the largest possible error of each element in ``dtype``.
@@ -34,7 +33,7 @@ class Merged:
     dtype: torch.dtype
 
     def describe_difference(self, actual: torch.Tensor) -> str:
-        """Describes how ``actual``, on the host, differs; empty if it is within the bound."""
+        """Describes how the host tensor ``actual`` differs from the exact weight; empty within the bound."""
         bound = self.bound
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
@@ -44,16 +43,16 @@ class Merged:
 
 @dataclass(frozen=True)
 class RankPart:
-    """Part of a tensor on this rank, copied to the host, 1-D.
+    """Part of a tensor that this rank holds, flattened, on the host.
 
-    merged: the values of the part with the adapter added.
+    merged: the part with the adapter added; None for a tensor without an adapter.
     """
 
     values: torch.Tensor
     merged: Merged | None
 
     def describe_difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
-        """Describes how a yielded shard and its place differ; empty if they are right.
+        """Describes how a yielded shard or its place differs from this part; empty if both are right.
 
         full: the tensor without adapters.
         """
@@ -64,7 +63,7 @@ class RankPart:
         )
         if difference or not compare(place.of(full), self.values):
             return difference
-        return "its place is not where this rank's elements are"
+        return "its place does not match the elements that this rank holds"
 
 
 def is_adapter(name: str) -> bool:
@@ -73,7 +72,8 @@ def is_adapter(name: str) -> bool:
 
 
 def compute_merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, Merged]:
-    """Computes each weight that has an adapter, by its name in the model that peft was given.
+    """Computes the merged value of each weight that has an adapter, by the weight's name in the model that peft was
+    given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """

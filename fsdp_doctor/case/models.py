@@ -44,7 +44,7 @@ SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
 def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
     """Builds a causal language model in float32, the same on every rank, on the CPU or on the meta device.
 
-    ``own`` weights come from the user's directory if it has a checkpoint.
+    The ``own`` weights of a user's model are read from its directory if the directory has a checkpoint.
     """
     model = copy.deepcopy(_build_template(name, dims, custom, weights))
     for module in model.modules() if name.is_quantized else ():
@@ -62,8 +62,8 @@ def halve(model: nn.Module) -> None:
 
 @torch.no_grad()
 def add_special_values(model: Any) -> None:
-    """Puts values that a copy can lose and a sum cannot show into a built-in model, in place. The model trains as
-    before.
+    """Writes values that a copy can change unnoticed (-0.0, subnormal, NaN, infinity) into a built-in model, in place.
+    The model trains as before.
 
     In each dense MLP, two neurons get -0.0 and a subnormal number; they output zero and have no gradient. The rows of
     an untied embedding that no batch uses (:func:`choose_token_range`) also get NaN and both infinities. The first and
@@ -85,13 +85,13 @@ def add_special_values(model: Any) -> None:
 
 
 def choose_token_range(name: Model, model: Any) -> range:
-    """Returns the tokens that batches use: all but the first and the last, or all tokens of a user's model."""
+    """Returns the token ids that batches use: all but the first and the last, or all ids of a user's model."""
     size = read_vocabulary_size(model)
     return range(size) if name.is_custom else range(1, size - 1)
 
 
 def list_transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
-    """Lists the buffers that no state dict has, by name, on the CPU."""
+    """Returns the non-persistent buffers, by name, on the CPU."""
     model = _build_template(name, dims, custom, "own")
     saved = model.state_dict().keys()
     return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
@@ -152,7 +152,7 @@ def _quantize(model: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _convert_to_float8(model: nn.Module) -> nn.Module:
-    """Replaces the weights so that they are gathered and multiplied in float8, as torchtitan does.
+    """Makes the linear layers except the head gather and multiply their weights in float8, as torchtitan does.
 
     The multiplication is emulated, so no particular GPU is needed.
     """
@@ -165,7 +165,7 @@ def _convert_to_float8(model: nn.Module) -> nn.Module:
 
 
 def _convert_to_mxfp8(model: nn.Module) -> None:
-    """Replaces the weights so that they are multiplied in MXFP8, which torchao emulates on any GPU."""
+    """Makes the linear layers except the head multiply their weights in MXFP8, which torchao emulates on any GPU."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 
@@ -274,7 +274,7 @@ def _list_needs(name: Model) -> tuple[str, tuple[str, ...]]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Makes the backward compute the decoder layers again, as verl does."""
+    """Enables activation checkpointing, as verl does: the backward recomputes each decoder layer's forward."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
@@ -291,7 +291,7 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def find_input_embedding(model: Any) -> nn.Module | None:
-    """Returns the embedding if it may be a separate FSDP unit; None if it is tied to the head."""
+    """Returns the input embedding if it may be a separate FSDP unit; None if it is tied to the head or missing."""
     text = model.config.get_text_config()
     # For a model of images and text, transformers since 5 has it next to the text's configuration.
     tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else model.config.tie_word_embeddings

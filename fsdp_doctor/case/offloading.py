@@ -17,15 +17,15 @@ from fsdp_doctor.weights.fsdp.private import fsdp2
 
 @torch.no_grad()
 def offload(model: nn.Module, *, non_blocking: bool) -> None:
-    """Offloads like verl's offload_fsdp_model_to_cpu and offload_fsdp2_model_to_cpu."""
+    """Moves the model to the CPU like verl's offload_fsdp_model_to_cpu and offload_fsdp2_model_to_cpu."""
     _move(model, torch.device("cpu"), non_blocking=non_blocking)
 
 
 @torch.no_grad()
 def load(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None:
-    """Loads like verl's load_fsdp_model_to_gpu and load_fsdp2_model_to_gpu.
+    """Moves the model to ``device`` like verl's load_fsdp_model_to_gpu and load_fsdp2_model_to_gpu.
 
-    FSDP1's units under a policy are not moved; an FSDP2 model is moved under any offload.
+    FSDP1 units under CPUOffload are not moved; an FSDP2 model is moved even under CPUOffloadPolicy.
     """
     _move(model, device, non_blocking=non_blocking)
 
@@ -41,13 +41,13 @@ def _move(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None
 
 @torch.no_grad()
 def move_shards(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives every shard other memory on ``device``, like miles_diffusion's sleep and wake (pull request 182)."""
+    """Moves every shard to new memory on ``device``, like miles_diffusion's sleep and wake (pull request 182)."""
     fsdp2.give_memory(model, device, pin_memory=pin_memory)
 
 
 @torch.no_grad()
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, *, non_blocking: bool = False) -> None:
-    """Moves every tensor of the state, including step counters, like verl's offload_fsdp_optimizer and
+    """Moves every tensor of the optimizer's state, including step counters, like verl's offload_fsdp_optimizer and
     load_fsdp_optimizer.
     """
     for state in optimizer.state.values():
@@ -58,7 +58,9 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, *, no
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Keeps the state on ``device`` only during each update, like verl's optimizer_offload_step (pull request 7804)."""
+    """Registers hooks that move the optimizer's state to ``device`` for each step and back to the CPU, like verl's
+    optimizer_offload_step (pull request 7804).
+    """
     optimizer.register_step_pre_hook(lambda updated, *_: move_optimizer(updated, device))
     optimizer.register_step_post_hook(lambda updated, *_: move_optimizer(updated, torch.device("cpu")))
 
@@ -68,10 +70,10 @@ def unstage(model: nn.Module, device: torch.device, offloaded: Collection[nn.Mod
     """Undoes ``load`` under CPUOffloadPolicy: moves shards to the CPU, where torch expects them, and buffers to
     ``device``.
 
-    A half-moved module can train again afterwards. The policy moves only parameters, so buffers that ``model.to`` moved
-    must be moved back.
+    Even a module that was moved only in part can train again afterwards. The policy moves only parameters, so buffers
+    that ``model.to`` moved must be moved back.
 
-    offloaded: the modules under the policy. The other units are moved to ``device``, outer ones first.
+    offloaded: the modules under the policy. The other units are moved to ``device``, outer units first.
     """
     model.to("cpu")
     for module in model.modules():

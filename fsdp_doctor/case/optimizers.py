@@ -1,4 +1,4 @@
-"""Makes the optimizers of the axis ``optimizer``, and computes the memory of their state."""
+"""Makes the optimizers of the axis ``optimizer``, and reads this rank's part of their state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_doctor.weights.fsdp import private
 
 
 def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
-    """Explains why the optimizer cannot be made here; empty if it can."""
+    """Explains why the optimizer cannot be made with the installed packages and devices; empty if it can."""
     match kind:
         case Optimizer.MUON:
             is_there = hasattr(torch.optim, "Muon")
@@ -34,11 +34,11 @@ def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
 def make_optimizers(
     kind: Optimizer, model: nn.Module, *, foreach: bool | None, options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Makes the scenario's optimizer over the present parameters, and another optimizer for parameters that it cannot
-    take.
+    """Makes the scenario's optimizer for the model's parameters, and a second optimizer for parameters that the first
+    does not take.
 
     foreach: the option of the same name, for AdamW and SGD.
-    options: options of the first optimizer, which every kind of optimizer accepts. The other optimizer has the same
+    options: options of the first optimizer, which every kind of optimizer accepts. The second optimizer has the same
         options in every run.
     """
     parameters = list(model.parameters())
@@ -72,7 +72,7 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
     class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
         """AdamW8bit whose step does not use torch.compile, which cannot compile for the emulated device.
 
-        torch's setters also call this step.
+        torch's setters of optimizer state dicts also call this step.
         """
 
         def step(self, closure: Any = None) -> Any:
@@ -90,7 +90,9 @@ def read_values(state: torch.Tensor) -> torch.Tensor:
 
 
 def list_memories(key: str, state: Any) -> Iterator[tuple[str, Any]]:
-    """Yields this rank's tensors of an entry of the state, by name; an entry in 8 bits has codes and scales."""
+    """Yields (name, value) for the tensors in which this rank holds a state entry: codes and scales for 8-bit state,
+    otherwise the entry itself.
+    """
     local = private.read_local_tensor(state) if isinstance(state, torch.Tensor) else state
     if not hasattr(local, "__tensor_flatten__"):
         yield key, state

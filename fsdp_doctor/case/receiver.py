@@ -50,7 +50,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, eq=False)
 class SentBucket:
-    """Bucket in the form in which it is sent.
+    """Bucket of tensors as rank 0 sends it to the receiver.
 
     buffer: the tensors one after the other, as a 1-D uint8 tensor on the host.
     seconds: the time that the receiver waits before it answers.
@@ -63,7 +63,7 @@ class SentBucket:
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """Tensor that comes through a collective of an emulated device.
+    """Request to receive one tensor through a broadcast between emulated devices.
 
     index: the index of the receiver's device.
     directory: the directory in which the order of launches is noted.
@@ -110,8 +110,8 @@ class _Group:
 class Receiver:
     """Rank 0's end of the connection to the receiver.
 
-    A method that sends returns when the receiver has a copy, with the reason for a refusal or an empty string. All
-    methods raise ReceiverGoneError if the receiver has ended.
+    ``send`` and ``broadcast`` return once the receiver has answered: the reason for a refusal, or an empty string.
+    ``send`` and ``take`` raise ReceiverGoneError if the receiver has ended.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Receiver:
 
 @functools.cache
 def start_receiver() -> Receiver:
-    """Returns the receiver of this process, which is started once and lives as long as the process."""
+    """Returns the receiver of this process. Starts it if none is running."""
     return Receiver()
 
 
@@ -174,7 +174,9 @@ class _Arrivals:
         return ""
 
     def receive(self, message: _Broadcast) -> str:
-        """Launches the receiver's part of the broadcast as late as the other process on the same device permits."""
+        """Joins the broadcast, if possible after the rank on the same device has launched its collective. Returns the
+        reason if the tensor is refused; empty otherwise.
+        """
         header = message.header
         devices.load(RunDevice(type="emulated"), "emulated")
         torch.accelerator.set_device_index(message.index)

@@ -47,7 +47,8 @@ def shard_fsdp2(
     offload: Offload,
     pin_memory: bool,
 ) -> nn.Module:
-    """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it.
+    """Shards the model in place: each decoder layer, the embedding if it is untied, and the root. Every rank must call
+    this.
 
     compute_dtype: the dtype of mixed precision; None for no mixed precision.
     """
@@ -159,12 +160,14 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
 
 
 def read_contents(model: nn.Module) -> ModelContents:
-    """Reads the contents of a sharded model, with hidden experts as parts of all experts."""
+    """Reads the contents of a sharded model. Experts that are hidden from FSDP are placed as parts of all experts."""
     return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
 
 
 def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
-    """Finds this rank's part of a tensor whose framework states it; None if the placements determine the part."""
+    """Returns this rank's part of a tensor if the framework states it in ``__create_chunk_list__``; None if the
+    placements determine it.
+    """
     chunk = private.read_stated_chunk(tensor)
     if chunk is None:
         return None
@@ -172,10 +175,12 @@ def find_stated_part(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def compute_stated_parts(tensor: DTensor, sizes: Sequence[int]) -> list[LocalPart]:
-    """Computes every rank's part of a tensor whose framework states the parts, which follow one another in rank order.
+    """Computes every rank's part of a tensor whose framework states the parts. The parts must follow one another in
+    rank order.
 
-    sizes: the number of elements on each rank. Raises LayoutError unless one dim is sharded over a mesh of one dim, and
-        the parts make up the whole tensor.
+    Raises LayoutError unless one dim is sharded over a mesh of one dim, and the parts make up the whole tensor.
+
+    sizes: the number of elements on each rank.
     """
     (placement, *others), shape = tensor.placements, tensor.shape
     if others or not isinstance(placement, Shard):
@@ -207,7 +212,7 @@ def list_ranks(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def find_experts_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Returns the mesh along which the model's experts are hidden; None if they are not hidden."""
+    """Returns the mesh over which the model's experts are divided without DTensors; None if there is none."""
     mesh: DeviceMesh | None = getattr(model, _EXPERTS_MESH, None)
     return mesh
 
@@ -236,9 +241,9 @@ def shard_fsdp1(
     offload: Offload,
     use_orig_params: bool,
 ) -> FullyShardedDataParallel:
-    """Wraps each decoder layer and the root. Every rank must call it.
+    """Wraps each decoder layer and the root with FSDP1. Every rank must call this.
 
-    mesh: None for one group of all ranks.
+    mesh: the mesh to shard over; None for one group of all ranks.
     compute_dtype: the dtype of mixed precision; None for no mixed precision.
     """
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
@@ -268,9 +273,10 @@ def _are_all_trained(model: nn.Module) -> bool:
 
 
 def _wrap_policy(model: nn.Module, offloaded: tuple[nn.Module, ...]) -> Any:
-    """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each trained leaf.
+    """Makes the policy that wraps each decoder layer and, if some parameters are frozen, each leaf module that is
+    trained.
 
-    verl wraps trained leaves for LoRA, since a flat parameter is trained as a whole or not at all.
+    verl wraps such leaf modules for LoRA, since a flat parameter is trained as a whole or not at all.
 
     offloaded: the units under CPUOffload, with all modules below them.
     """

@@ -1,4 +1,4 @@
-"""Reads each entry that a method yields to the host, and compares it with the contract and the reference."""
+"""Copies to the host each entry that a method yields, and compares it with the contract and the reference."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class YieldedEntry:
     mesh: for a DTensor, the ranks of its mesh.
     placements: the placements of a DTensor.
     is_freed: whether the memory of the data was freed, so that nothing can be read.
-    rank_part: this rank's part of a ShardedTensor, and of a DTensor whose framework states it.
+    rank_part: this rank's part of a ShardedTensor, and of a DTensor whose framework states the part.
     num_elements: for a ShardedTensor, the number of elements of all shards.
-    place: the place of a local shard.
+    place: for a local shard, the place of its elements in the whole tensor.
     """
 
     name: str
@@ -77,7 +77,7 @@ class YieldedEntry:
     def explain_no_shard(self, shard_group_of_one: bool) -> str:
         """Explains why the parts of a sharded entry do not make up one tensor; empty if they do.
 
-        shard_group_of_one: whether a rank's part is the whole, so that it may also be called replicated.
+        shard_group_of_one: whether each rank holds the whole tensor, so that a replicated placement is right, too.
         """
         if any(isinstance(placement, Partial) for placement in self.placements):
             placements = ", ".join(map(repr, self.placements))
@@ -97,7 +97,7 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
-    """Reads one entry. The entry's data is complete on the host after a wait for the device.
+    """Reads one entry and copies its data to the host. The data is complete after a wait for the device.
 
     An exception during the read counts as the method's exception.
 
@@ -183,7 +183,7 @@ def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
     The copy is complete after a wait for the device. It is issued on the current stream and waits for nothing else,
     because a host that waits would order later work on other streams.
 
-    waits: whether the host waits nevertheless.
+    waits: whether the host waits for the copy all the same.
     """
     if tensor.is_meta or _is_freed(tensor):
         return None
@@ -259,7 +259,7 @@ class Verifier:
         return len(self._expected)
 
     def check(self, entry: YieldedEntry) -> None:
-        """Compares one entry, without using the device."""
+        """Compares one entry with the contract and the reference, without using the device."""
         if entry.name in self._seen:
             self._findings.note("wrong", "came twice", entry.name)
             return
@@ -276,7 +276,7 @@ class Verifier:
             self._findings.note("wrong", difference, entry.name)
 
     def check_kept(self, entry: YieldedEntry, at_the_end: YieldedEntry) -> None:
-        """Compares an entry with the values of the kept tensor after the method has ended."""
+        """Checks that a kept tensor has, after the method has ended, the values that it had when it was yielded."""
         if entry.data is None:
             return
         if at_the_end.data is None or compare(at_the_end.data, entry.data):
@@ -371,7 +371,7 @@ class Verifier:
                 assert_never(self._contract.device)
 
     def _describe_difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
-        """Describes how the value differs; empty if it is right."""
+        """Describes how the entry's shape or values differ from the expected tensor; empty if they are right."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
         if entry.is_freed:

@@ -23,7 +23,7 @@ _FIRST_DAY = 0x21
 
 @dataclass(slots=True)
 class ArchiveMember:
-    """Member of an archive.
+    """Member of a zip archive.
 
     ``header`` is the offset of its header in the archive, ``begin`` the offset of its bytes in the file. ``crc`` is set
     by the writer.
@@ -83,7 +83,9 @@ class Archive:
         return self.begin + self._directory + len(self._encode_directory())
 
     def encode(self) -> Iterator[tuple[int, bytes]]:
-        """Yields everything except the tensor bytes, by offset in the file. The checksums must be set first."""
+        """Yields (offset in the file, bytes) for everything except the tensor bytes. The members' checksums must be set
+        first.
+        """
         for member in self.members:
             nbytes = _MOST_32 if member.is_large else member.nbytes
             extra = struct.pack("<2H2Q", 1, 16, member.nbytes, member.nbytes) if member.is_large else b""

@@ -169,7 +169,7 @@ def _rename_tensors(
     model: SavedModel, to: ConversionTarget, find_parts: Callable[[], Mapping[str, HubPart]]
 ) -> tuple[SavedModel, list[tuple[str, str]]]:
     """Renames the tensors to the Hub's names if the target has the Hugging Face format, or to the model's names if the
-    source has it.
+    source has that format.
 
     Between other formats the names stay as the job saved them.
     """

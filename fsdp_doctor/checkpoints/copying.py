@@ -73,7 +73,7 @@ class _Route:
     def divide(self, begin: int, end: int) -> Iterator[tuple[int, int, Slot, int]]:
         """Yields the ranges to write for the bytes from ``begin`` to ``end`` of the piece.
 
-        Each is (offset in the cast piece, offset in the slot, slot, length).
+        Each range is (offset in the cast piece, offset in the slot, slot, length).
         """
         scale = (self.cast.to_bytes, self.cast.from_bytes) if self.cast is not None else (1, 1)
         while begin < end:
@@ -97,8 +97,8 @@ class _Route:
 class Copy:
     """Files of a layout in a new directory, filled with the bytes of a checkpoint.
 
-    Each write is immediately read back and compared, while the data is still in the processor's cache. Reading it later
-    would return the same pages, since no place is written twice.
+    Each write is immediately read back and compared, while the data is still in the processor's cache. A later
+    comparison would see the same bytes, since no byte of a file is written twice.
 
     Raises ConversionError if there is not enough space, and BadFile for a tensor that is stored with gaps.
     """

@@ -44,7 +44,7 @@ class FileReader:
     def read(
         self, path: str, reader: Callable[[OpenFile, SavedFile], _T], trouble: Trouble = Trouble.FILE
     ) -> _T | None:
-        """Returns the reader's result. If the reader raises, notes a symptom and returns None."""
+        """Opens a file and returns the result of ``reader``. If either fails, notes a symptom and returns None."""
         try:
             with OpenFile(self.checkpoint.root / path) as file:
                 saved = self.checkpoint.files.setdefault(path, SavedFile(path, file.size, version=file.version))
@@ -65,7 +65,9 @@ class FileReader:
         return state
 
     def read_torch(self, path: str, rank: int | None) -> TorchTensors | None:
-        """Returns the contents of a torch.save file. Repeated calls read the file only once."""
+        """Returns the tensors and values of a torch.save file; None if they cannot be read or are not needed. Repeated
+        calls read the file only once.
+        """
 
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)

@@ -130,7 +130,7 @@ KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.sa
 def find_other_format(
     directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]
 ) -> OtherFormat | None:
-    """Finds the format of a directory's files among the formats that are recognized but not read; None for any other.
+    """Returns the format of a directory's files if that format is recognized but not read, otherwise None.
 
     ``directories`` are the names of the directory and its parents. ``settings`` is the content of its
     ``metadata.json``.

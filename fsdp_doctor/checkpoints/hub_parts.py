@@ -15,7 +15,7 @@ class HubPart(NamedTuple):
     """A tensor of the Hub's files, described as a block of a model tensor with the shape ``whole``.
 
     ``dims`` gives, for each dim of ``shape``, the matching dim of the model tensor, or -1 for a dim of length 1 that
-    the model tensor lacks. It is None if the dims do not correspond although the elements have the same order.
+    the model tensor lacks. ``dims`` is None if the dims do not correspond although the elements have the same order.
     """
 
     tensor: str
@@ -31,7 +31,7 @@ class HubPart(NamedTuple):
         return self.lengths == self.whole and self.dims == tuple(range(len(self.whole)))
 
     def check(self, tensor: SavedTensor, expected: Shape) -> Shape:
-        """Returns the dims.
+        """Returns ``dims`` if the tensor can be converted.
 
         Raises BadFile if the dims do not correspond, or if the tensor's shape is not the one that config.json implies.
         """

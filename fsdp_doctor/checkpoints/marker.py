@@ -15,7 +15,7 @@ PARTIAL, LOCK = ".fsdp-doctor-save", ".fsdp-doctor-save.lock"
 
 
 class MarkedFile(msgspec.Struct):
-    """CRC-32 of the bytes before the first tensor, and of each tensor by name."""
+    """Checksums (CRC-32) of a saved file: of the bytes before the first tensor, and of each tensor by name."""
 
     header: int
     sums: dict[str, int]

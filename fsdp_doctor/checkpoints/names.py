@@ -55,7 +55,7 @@ def match_names(
     strip: Iterable[str] = (),
     called: tuple[str, str] = ("left", "right"),
 ) -> MatchedNames:
-    """Strips the requested prefixes, and other prefixes if more names of the two sides match without them."""
+    """Maps both sides' names to common forms: strips the requested prefixes, and others if more names then match."""
     sides = [{name: name for name in side} for side in (left, right)]
     notes: list[str] = []
 

@@ -41,7 +41,7 @@ def choose_optimizer(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None = None,
 ) -> SavedOptimizer | None:
-    """Chooses the optimizer's state; None if there is none.
+    """Returns the optimizer of a checkpoint, with its state by parameter name; None if there is none.
 
     ``parameters`` are the names of the model's parameters, in the order of the file. ``find_order`` is called if the
     optimizer numbers its parameters and the files do not keep their order, as safetensors files do not. Without it such
@@ -163,8 +163,9 @@ def _order_by_class(
 ) -> list[str]:
     """Returns the names in the order in which the groups number them.
 
-    A single group has all parameters. If there are two and Trainer made them, the first has the parameters with weight
-    decay. Returns an empty list for other groups, and if the model class has a parameter that the checkpoint lacks.
+    A single group has all parameters. If there are two groups and Trainer made them, the first group has the parameters
+    with weight decay. Returns an empty list for other groups, and if the model class has a parameter that the
+    checkpoint lacks.
     """
     if order is None or not model.tensors.keys() >= set(order.names):
         return []

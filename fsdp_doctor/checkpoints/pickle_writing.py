@@ -68,7 +68,7 @@ def make_dtype(dtype: str) -> PickledGlobal:
 
 
 def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], key: str, numel: int) -> PickledCall:
-    """Makes a CPU tensor that starts at the beginning of its storage."""
+    """Returns the call that rebuilds a CPU tensor, which starts at the beginning of its storage."""
     if dtype in _STORAGE_OF_DTYPE:
         storage = StorageReference("torch", _STORAGE_OF_DTYPE[dtype], key, numel)
         arguments: tuple[Any, ...] = (storage, 0, shape, strides, False, PickledCall(ORDERED_DICT, ()))

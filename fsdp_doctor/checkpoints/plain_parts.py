@@ -1,4 +1,4 @@
-"""Finds plain tensors of ranks that may be parts of tensors, although no file tells how these were divided."""
+"""Finds plain tensors in rank files that may be parts of larger tensors, although no file shows the division."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _OF_ONE_RANK = re.compile(r"(?<![a-z])(?:rank|shard|worker|proc|[tpe]p|mp)[-_]?\
 
 
 def find_loose_tensors(checkpoint: SavedCheckpoint, state: State, *, is_of_one_rank: bool) -> None:
-    """Finds plain tensors that differ between ranks: parts of a tensor, or copies that were trained apart.
+    """Marks plain tensors that differ between ranks as loose: they may be parts of a tensor, or copies trained apart.
 
-    Equal tensors are copies of a whole one. One rank's file alone does not show whether its tensors are whole.
+    Tensors that are equal on all ranks are copies of a whole tensor. One rank's file alone does not show whether its
+    tensors are whole.
     """
     is_alone = _has_other_ranks(checkpoint, state) if checkpoint.is_one_file else not is_of_one_rank
     is_alone &= len(state.files) == 1
@@ -45,10 +46,11 @@ def find_loose_tensors(checkpoint: SavedCheckpoint, state: State, *, is_of_one_r
 
 
 def find_loose_files(checkpoint: SavedCheckpoint) -> None:
-    """Finds files of single ranks among those that count as whole: ``rank0.pt``, ``rank_1/model.safetensors``.
+    """Marks as loose each state that was read as whole although its file, such as ``rank0.pt`` or
+    ``rank_1/model.safetensors``, belongs to one rank.
 
-    Other numbers in names, as in ``model_0.pt``, may be numbers of steps. They count as ranks if the embedding has 1/N
-    of the rows or columns that config.json gives, for N such files.
+    Other numbers in names, as in ``model_0.pt``, may be numbers of steps. Such numbers count as ranks if the embedding
+    has 1/N of the rows or columns that config.json gives, for N such files.
     """
     alike: dict[tuple[str, frozenset[tuple[str, ...]]], list[State]] = defaultdict(list)
     for state in checkpoint.states:
@@ -97,9 +99,9 @@ class _StoredSums:
         self._members: dict[str, list[Member]] = {}
 
     def __call__(self, piece: SavedPiece) -> tuple[int, int, int] | None:
-        """Finds the stored checksum of the bytes that contain the piece; returns None if there is none.
+        """Returns the stored checksum of the bytes that contain the piece, or None if none is stored.
 
-        Returns (checksum, length of the bytes that it covers, offset of the piece in these bytes).
+        The result is (checksum, length of the bytes that it covers, offset of the piece in these bytes).
         """
         if piece.file not in self._members:
             self._members[piece.file] = sorted(self._files[piece.file].members, key=lambda member: member.begin)

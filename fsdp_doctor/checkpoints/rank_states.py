@@ -1,4 +1,4 @@
-"""Reads the states of which each rank wrote a file of its own, and finds the files of torch.save."""
+"""Reads states that are stored in one file per rank, and finds the files of torch.save in a directory."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def _choose_world_size(
 ) -> int | None:
     """Chooses the number of ranks from the files' names.
 
-    If the names give several numbers, the number in fsdp_config.json is used. Without it, a number is used for
-    which no rank is missing.
+    If the names give several numbers, the number in fsdp_config.json is used. Without it, the largest number for which
+    no rank is missing is used.
     """
     ranks: dict[int, set[int]] = defaultdict(set)
     for rank, of in files.values():

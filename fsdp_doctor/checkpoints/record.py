@@ -98,7 +98,7 @@ class SavedTensor:
     ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
     ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
     tensor does not belong to the model. ``is_loose`` is true if ranks saved different plain tensors under this name, so
-    that each piece may be a part of the tensor, whose place no file gives.
+    that each piece may be a part whose place in the tensor no file gives.
     """
 
     path: tuple[str, ...]
@@ -158,7 +158,7 @@ class State:
     """Tensors that were saved together.
 
     ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
-    files of the state are missing. ``tells_layout`` is false if these are files of ranks with only plain tensors.
+    files of the state are missing. ``tells_layout`` is false if the state is in rank files with only plain tensors.
     ``is_loose`` is true if the tensors may be parts, since no file tells how they were divided. ``unread`` maps the
     path of everything else, such as a quantized tensor, to its file and a description of its kind.
 
@@ -255,8 +255,7 @@ class SavedCheckpoint:
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
         """Finds the JSON object called ``name`` near a state; empty if there is none.
 
-        It is searched in the state's directory and in its parent directory, and in the subdirectory ``huggingface`` of
-        both.
+        The state's directory, its parent directory, and the subdirectory ``huggingface`` of both are searched.
         """
         here = pathlib.PurePath(directory)
         for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files, and the index of a checkpoint that consists of several."""
+"""Reads and writes safetensors files, and the index of a checkpoint that consists of several files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
 def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
     """Makes the first bytes of a file for these tensors, and returns them with the offset of each tensor in the file.
 
-    The tensors keep their order. Pass those with larger elements first: there is no padding between tensors, so this
+    The tensors keep their order. Pass tensors with larger elements first: there is no padding between tensors, so this
     order keeps all of them aligned. Raises BadFile for a dtype that safetensors does not have.
     """
     entries, begins, at = {}, {}, 0

@@ -48,7 +48,7 @@ class Scans:
 
 
 def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = None, sink: Sink | None = None) -> Scans:
-    """Reads every member and every piece once.
+    """Reads all stored members once, and returns the facts about each piece.
 
     ``progress`` may be called from any thread, with the number of bytes just read. ``sink`` receives the bytes.
 

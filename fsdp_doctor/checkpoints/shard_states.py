@@ -1,4 +1,4 @@
-"""Reads the states of safetensors shards that each hold some rows, as HuggingFaceStorageWriter writes them."""
+"""Reads safetensors shards, each of which holds some rows of the tensors, as HuggingFaceStorageWriter writes them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 def read_shards(
     reader: FileReader, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]
 ) -> None:
-    """Reads safetensors shards that each hold some rows. Nothing in them says how many rows the whole
-    tensor has.
-    """
+    """Adds the state that safetensors shards form. Each shard holds some rows; none says how many there are in all."""
     state = reader.add_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
     state.files = [join_path(directory, name) for name in shards]
     reader.checkpoint.unchecked.append(

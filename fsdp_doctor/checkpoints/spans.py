@@ -92,11 +92,11 @@ class SpanScan:
 
     The other facts exist for contiguous pieces with two or more dims, in which a row runs along the last dim.
     ``zero_columns`` (first, after the last) are zero in all rows that were checked. ``equal_columns`` are two halves,
-    quarters or eighths of the columns that are equal in all rows that were checked: the number of such parts, and the
-    two. ``equal_rows`` is the longest run of equal rows that are not zero. ``row_sums`` are the CRC-32s of eight rows
-    from each eighth of the piece, None for a row that spans two chunks, and empty if the number of rows is not
-    divisible by 64. ``repeats``, for fused matrices, are the commonest distances between rows with equal first and last
-    bytes, and how many rows repeat at each distance.
+    quarters or eighths of the columns that are equal in all rows that were checked, as (number of such parts, one part,
+    equal part). ``equal_rows`` is the longest run of equal rows that are not zero. ``row_sums`` are the CRC-32s of
+    eight rows from each eighth of the piece, None for a row that spans two chunks, and empty if the number of rows is
+    not divisible by 64. ``repeats``, for fused matrices, are the commonest distances between rows with equal first and
+    last bytes, and how many rows repeat at each distance.
     """
 
     nbytes: int

@@ -1,8 +1,8 @@
 """Computes the CRC-32 of a tensor whose pieces several ranks write in any order.
 
 Without its initial and final inversion, a CRC is linear: the CRC of the whole is the XOR of the CRCs of its pieces,
-each padded with zeros instead of the other pieces. Zeros before a piece change nothing, and zeros after it amount to a
-multiplication.
+each padded with zeros in the place of the other pieces. Zeros before a piece change nothing, and zeros after it amount
+to a multiplication.
 """
 
 from __future__ import annotations

@@ -304,7 +304,9 @@ class _Reader:
 
 
 def read_mesh_shape(mesh: Pickled) -> Shape:
-    """Returns the lengths of a DeviceMesh's dims, from the pickled form of any torch version; empty if it has none."""
+    """Returns the lengths of a DeviceMesh's dims, from the pickled form of any torch version; empty if the form gives
+    none.
+    """
     layout = mesh.get("_layout")
     if isinstance(layout, Pickled):
         if isinstance(axes := layout.get("axes"), tuple | list):
@@ -316,8 +318,7 @@ def read_mesh_shape(mesh: Pickled) -> Shape:
 
 
 def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> list[tuple[int, int]]:
-    """Lists the sharded dims of the tensor, each with the mesh dim that shards it, in the order in which they were
-    applied.
+    """Returns (dim of the tensor, mesh dim that shards it) for each sharding, in the order in which they were applied.
 
     Normally this is the order of the mesh dims. A strided shard means that some later mesh dims were applied first, as
     with tensor parallelism before FSDP; its split factor is the product of their sizes.

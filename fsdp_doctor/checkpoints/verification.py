@@ -102,7 +102,7 @@ def verify(
     """Verifies all files below a directory, or a single file, and reads each byte once.
 
     ``compare`` finds differences from a reference. ``progress`` is called with the number of bytes read and the total,
-    by one thread at a time. ``part``: see ``read_checkpoint``. Raises FileNotFoundError.
+    by one thread at a time. ``part``: see ``read_checkpoint``. Raises FileNotFoundError if there is no such path.
     """
     path.stat()
     return judge(read_checkpoint(path, part), path, compare=compare, progress=progress)[0]

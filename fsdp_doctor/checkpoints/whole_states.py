@@ -100,7 +100,7 @@ def _add_whole(reader: FileReader, state: State, tensor: SavedTensor, path: str)
 
 
 def _read_indexes(reader: FileReader, directory: str, names: Collection[str], suffix: str) -> dict[str, dict[str, str]]:
-    """Returns the index files: for each index's stem, which file holds each tensor.
+    """Returns the maps from tensor names to file names in the index files, by the stem of each index file's name.
 
     A damaged index is noted, and its map is empty.
     """

@@ -1,9 +1,9 @@
 """The interface of an adapter: how a framework's own code builds, trains, offloads, saves, loads and extracts.
 
-An adapter is an instance of :class:`Adapter` in a module of this room or of any other package. A TOML table with the
-module's name lies in the same directory. The module imports its framework only inside functions, and uses only the
-framework's public names, as users do. If a line of the adapter itself raises AttributeError, ImportError or TypeError,
-the case is reported as ``unsupported`` with the framework's version, never as a bad verdict.
+An adapter is an instance of :class:`Adapter` in a module of ``fsdp_doctor.frameworks`` or of any other package. A TOML
+table with the module's name lies in the same directory. The module imports its framework only inside functions, and
+uses only the framework's public names, as users do. If a line of the adapter itself raises AttributeError, ImportError
+or TypeError, the case is reported as ``unsupported`` with the framework's version, never as a failure of the framework.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FrameworkSession(abc.ABC):
         """Undoes :meth:`offload` before the next training step."""
 
     def save(self, directory: pathlib.Path) -> None:
-        """Saves a checkpoint for a resume, before the next training step at the latest.
+        """Saves a checkpoint for a resume, or begins to. It must be complete at the end of the next training step.
 
         The directory does not exist yet.
         """
@@ -221,7 +221,7 @@ class PlainModel:
     def add_buffers(self, module: nn.Module) -> nn.Module:
         """Adds the model's extra buffers to a module that the framework read from disk.
 
-        No class of transformers declares them.
+        No class of transformers declares these buffers.
         """
         if self.name == "buffers":
             models.add_buffers(module, models.SEED[self.weights])
@@ -247,7 +247,7 @@ class PlainModel:
 
 
 class NotInStandInError(AttributeError):
-    """Raised when a framework uses a name that the doctor's stand-in for an object does not have."""
+    """Error for a framework that uses a name which fsdp-doctor's stand-in for an object does not have."""
 
 
 class StandIn(types.SimpleNamespace):

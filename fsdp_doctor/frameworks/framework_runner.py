@@ -12,7 +12,7 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 
 class FrameworkRunner:
-    """Runs the cases of one configuration on this rank. Each generation of workers makes one session.
+    """Runs the cases of one configuration on this rank.
 
     The session is kept for the next case as long as nothing is wrong with it.
 
@@ -29,7 +29,7 @@ class FrameworkRunner:
         self._run(case, choose_steps(case.definition.kind))
 
     def save(self, case: FrameworkCase) -> None:
-        """Runs the first half of a resume. Every rank must call it with the same case."""
+        """Trains, and saves the checkpoint of a resume case. Every rank must call it with the same case."""
         self._run(case, SavingSteps)
 
     def _run(self, case: FrameworkCase, kind: type[SessionSteps]) -> None:

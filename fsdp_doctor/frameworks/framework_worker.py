@@ -146,7 +146,7 @@ def start(
 ) -> FrameworkWorker:
     """Prepares a worker for a framework, which makes its process groups itself. Every rank must call it.
 
-    store: a store of this generation of workers. In it, rank 0 publishes the port of the store that the framework uses.
+    store: a store that all ranks' workers share. In it, rank 0 publishes the port of the store that the framework uses.
     """
     device = runtime.choose_device(place, run_device)
     _replace_environment(_make_environment(scratch, framework))
@@ -189,9 +189,9 @@ def _prepare_emulated_device(name: str) -> str:
 
 
 def _make_environment(scratch: pathlib.Path, framework: str) -> dict[str, str]:
-    """Makes this process's environment variables.
+    """Returns the environment variables for a worker of the framework.
 
-    Variables of networks and of the framework are removed, and home and caches are set to directories below
+    Network addresses, credentials and the framework's own variables are removed. Home and caches are directories below
     ``scratch``.
     """
     home = scratch / "home"
@@ -211,7 +211,7 @@ def _replace_environment(variables: Mapping[str, str]) -> None:
 
 
 def _store_variables(place: Place, store: dist.Store) -> Mapping[str, str]:
-    """Returns the variables by which torchrun would name a new store, which rank 0 serves on a free port."""
+    """Returns the variables with which torchrun would announce a new store, which rank 0 serves on a free port."""
     if place.rank == 0:
         _served.append(dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
         store.set("port", str(_served[-1].port))

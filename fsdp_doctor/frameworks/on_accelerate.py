@@ -1,6 +1,6 @@
 """Adapter for accelerate.
 
-It runs a user's training script with the environment variables that ``accelerate launch`` would set.
+Its session trains like a user's script under the environment variables that ``accelerate launch`` would set.
 """
 
 from __future__ import annotations

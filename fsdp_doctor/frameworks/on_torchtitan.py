@@ -1,6 +1,6 @@
 """Adapter for torchtitan: its Trainer, checkpointer and small model.
 
-Only the tokenizer and the data loader are the doctor's.
+Only the tokenizer and the data loader are fsdp-doctor's.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class TrlSession(TrainerSession):
     def _sync(self, mode: str) -> dict[str, torch.Tensor]:
         """Returns copies of the weights that TRL would send to vLLM.
 
-        The weights are copied because TRL frees each tensor after the next one.
+        The weights are copied because TRL frees each tensor after it has sent the next tensor.
         """
         from trl.generation.vllm_generation import VLLMGeneration
 

@@ -1,4 +1,4 @@
-"""The steps of a framework's cases.
+"""Steps of the cases that run a framework's own code.
 
 The framework's own code builds the session, which is examined between two training steps. A case prepares, extracts,
 rolls back, saves or resumes, according to its kind. After a load, the weights, every value of the optimizer and the
@@ -55,14 +55,14 @@ _CUDA_MISSING = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver
 
 
 class _AbandonedError(Exception):
-    """Ends a framework's training loop early. The record says why."""
+    """Error that ends a framework's training loop early. The record says why."""
 
 
 class SessionSteps(CaseSteps[FrameworkSession]):
     """The steps that all kinds of cases share: the framework builds and trains, and calls back between its steps.
 
     weights: the weights of the plain model that the framework is given.
-    takes_kept: whether the kind can use a session that another case has already trained.
+    takes_kept: whether this kind of case can use a session that another case has already trained.
     directory: the directory of the case, the same on every rank; it does not exist yet.
     """
 
@@ -173,9 +173,10 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             raise Unsupported(f"{built}: {'; '.join(mismatches)}")
 
     def begin_fixes(self) -> None:
-        """Replaces the framework's functions until :meth:`end_fixes`, if the case asks for a fix.
+        """Replaces the framework's functions by fsdp-doctor's fixes until :meth:`end_fixes`, if the case asks for a
+        fix.
 
-        After an exception between the two they stay replaced, because the process ends with the case.
+        After an exception in between, the functions stay replaced, because the process ends with the case.
         """
         self._fixes_of_method = self._enter_fixes(self._until_method_ends)
 
@@ -189,7 +190,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     def _enter_fixes(self, stack: contextlib.ExitStack) -> list[AppliedFix]:
         """Replaces the framework's functions until the stack is closed.
 
-        Replaces none if the case does not ask for a fix.
+        Replaces none if the case does not ask for a fix. Returns the fixes that were applied.
         """
         applied: list[AppliedFix] = []
         refused: list[CannotRun] = []
@@ -205,7 +206,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
         """Raises Unsupported if the framework's own functions ran instead of the replacements.
 
-        If only some ranks call a function, the ranks tell each other, and :meth:`recover` raises it.
+        If only some ranks call a function, :meth:`recover` raises it instead, after the ranks have told each other.
         """
         if not all(each.fix.on_every_rank for each in applied):
             self._fixes_of_some_ranks = applied
@@ -466,7 +467,7 @@ class RollbackSteps(_LoadSteps):
 
 
 class ResumeSteps(_LoadSteps):
-    """Loads a checkpoint that other processes wrote into a session with other weights, and trains further."""
+    """Loads a checkpoint of other processes into a session with other weights, and trains further."""
 
     weights = "other"
     takes_kept = False
@@ -495,7 +496,7 @@ class ResumeSteps(_LoadSteps):
 
 
 class SavingSteps(_LoadSteps):
-    """The first half of a resume, which runs in separate processes.
+    """First half of a resume case, which runs in separate processes.
 
     It saves, trains further, and writes the outcomes of these steps to disk.
     """

@@ -39,7 +39,7 @@ _VERSION_OF = re.compile(r"\b(peft|accelerate|transformers|trl|verl) (\d+\.\d+)"
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenCase:
-    """A case that did not end as ok.
+    """A case whose verdict is not ``ok``.
 
     kind: the verdict.
     reasons: the reasons of the verdict.
@@ -55,7 +55,9 @@ class BrokenCase:
 
 @functools.cache
 def read_catalogue() -> tuple[KnownFailure, ...]:
-    """Returns all entries, in the order of the files and of the entries in them. Raises as :func:`read_entries`."""
+    """Returns all entries, in the order of the files and of the entries in them. Raises the errors of
+    :func:`read_entries`.
+    """
     files = sorted(DIRECTORY.glob("*.toml"))
     return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
 
@@ -158,7 +160,8 @@ def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
 
 
 def list_expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
-    """Lists the entries that a case is expected to show in such a run, in the order in which they would show.
+    """Lists the entries that a case is expected to show in a run with these facts, in the order in which they would
+    show.
 
     Failures that end the method come first, then wrong values, then failures of the next training step. The list is
     empty for a case that is expected to be ok.
@@ -168,7 +171,7 @@ def list_expected_failures(case: AnyCase, context: RunContext) -> list[KnownFail
 
 
 def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFailure | None, ...]:
-    """Lists the outcomes that a case may have in such a run; None stands for ok.
+    """Lists the outcomes that a case may have in a run with these facts; None stands for ok.
 
     Several outcomes are possible where a failure depends on a race. A certain failure is the last outcome of the list,
     because nothing after it can show.

@@ -1,4 +1,4 @@
-"""Facts about a run that its log can show apart from the exception: whether FSDP is in use, and how it is set up."""
+"""Facts about a run that its log can show besides the exception: whether FSDP is in use, and how it is set up."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """A part of the matrix, and the runs in which its cases fail.
 
     values: the allowed values by axis; the methods stand under ``method``. A value may contain ``*``. A value after
-        ``!`` is excluded; if all values of an axis are excluded ones, every other value is allowed. An axis that is not
-        named may have any value. If ``framework`` is named, the trigger is a part of that framework's matrix, and only
-        ``device``, ``ranks`` and ``versions`` restrict it further.
+        ``!`` is excluded; an axis for which only excluded values are given allows every other value. An axis that is
+        not named may have any value. If ``framework`` is named, the trigger is a part of that framework's matrix, and
+        only ``device``, ``ranks`` and ``versions`` restrict it further.
     device: the kinds of device. Offloading moves nothing on the CPU, so ``cpu`` is not among the defaults.
     ranks: the numbers of ranks.
     shard_group: the numbers of ranks over which a parameter is sharded.
@@ -63,7 +63,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     versions: Mapping[str, SpecifierSet] = {}
 
     def contains(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether the trigger contains the case in such a run.
+        """Returns whether the trigger contains the case in a run with these facts.
 
         A method of this library (one that ``--fix`` adds) is contained only if the trigger names methods.
         """
@@ -88,14 +88,16 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         )
 
     def may_contain(self, method: str) -> bool:
-        """Returns whether the trigger contains cases of the method, whatever else the cases and their runs are."""
+        """Returns whether the trigger contains cases of the method, whatever the cases' other values and their runs
+        are.
+        """
         is_ours = method in FIXES and "framework" not in self.values
         return _matches(method, self.values.get("method", ())) and (self._names_methods or not is_ours)
 
     @property
     def narrowness(self) -> int:
-        """The number of axes that the trigger names, plus 3 if it names methods. Of two entries, the narrower one says
-        more.
+        """The number of axes that the trigger names, plus 3 if it names methods. Of two entries with triggers for a
+        case, the entry with the narrower trigger is shown.
         """
         axes = len(self.values.keys() - {"method"})
         return axes + 3 * self._names_methods
@@ -138,13 +140,13 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verdict: the verdict of a case that shows the failure.
     signatures: regular expressions over the exception's ``Type: message``, on one line, for any device.
     frames: regular expressions over the traceback, for a message that other failures share. At least one must match.
-        Without any, the traceback must go through FSDP, a DTensor or a state dict.
+        Without frames, the traceback must go through FSDP, a DTensor or a state dict.
     place: the meaning of ``frames`` in words.
     unless: regular expressions over message and traceback that show another failure.
     contradicted_by: facts that speak against the failure: if a log shows one, the entry is no more than possible.
     one_rank: whether only one rank raises the failure: if several ranks did, the entry is no more than possible.
     needs: facts that the failure requires. The entry is known for certain only if the log shows them; in the matrix
-        they are given.
+        they always hold.
     check: a way to see a failure that raises nothing. Only silent failures have it.
     symptoms: regular expressions over the verdict's reason, for a failure that is silent outside the matrix.
     triggers: the cases and runs that show the failure.
@@ -162,7 +164,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         code, which is for the framework's maintainers.
     remedy_run: the way in which the remedy was tried: the id of a case that follows it and is ``ok``, the test that
         carries it out (``tests/FILE.py::NAME``), or ``not run``.
-    remedies_run: the same for ``remedies``, by distribution; ``not run`` for those that are not named.
+    remedies_run: the same for ``remedies``, by distribution; ``not run`` for a distribution that is missing.
     remedy_settings: by distribution, the switches that its remedy sets, each by the last part of its name.
     references: issues as ``owner/repository#number``, or files of torch.
     """
@@ -245,7 +247,9 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Returns whether one of the triggers contains the case, whatever the versions of the entry."""
+        """Returns whether one of the triggers contains the case. Does not compare the entry's ``torch`` and
+        ``versions``.
+        """
         return self._is_of_method(case.method) and any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
@@ -278,7 +282,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @functools.cached_property
     def _anchored(self) -> tuple[tuple[str, re.Pattern[str]], ...]:
-        """The signatures, each after its anchor."""
+        """The signatures as (anchor, pattern); see :func:`find_anchor`."""
         return tuple((find_anchor(pattern), pattern) for pattern in self.signatures)
 
     @functools.cached_property

@@ -84,8 +84,8 @@ class Match:
 def match_evidence(evidence: Evidence) -> list[Match]:
     """Returns the entries that the failure may be, the surest first. Entries that the evidence rules out are left out.
 
-    Of the known entries, those with frames come first. Of equal entries, those that the matrix reproduces come before
-    those that were only reported.
+    Of entries graded ``known``, entries with frames come first. Otherwise, entries that the matrix reproduces come
+    before entries that were only reported.
     """
     entries = [entry for entry in read_catalogue() if entry.matches_message(evidence.message)]
     graded = (_grade(entry, evidence, is_shared=len(entries) > 1) for entry in entries)
@@ -104,8 +104,8 @@ def _make_key(match: Match) -> tuple[int, bool, bool]:
 def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match | None:
     """Grades one entry; returns None if the evidence rules it out.
 
-    A known entry needs its message, a frame that belongs to the failure, every fact in ``needs``, and nothing that
-    speaks against it.
+    The grade ``known`` needs the entry's message, a frame that belongs to the failure, every fact in ``needs``, and
+    nothing that speaks against the entry.
 
     is_shared: whether other entries have the same message.
     """

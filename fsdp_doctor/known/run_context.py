@@ -88,7 +88,9 @@ class RunContext:
                 assert_never(sharding)
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
-        """Lists whether all ranks' shards of a parameter have one size; a user's model allows both answers."""
+        """Returns ``even`` if all ranks' shards of a parameter have one size, otherwise ``uneven``; both for a user's
+        model.
+        """
         group = self.shard_group(scenario)
         if group == 1:
             return ("even",)

@@ -142,7 +142,9 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """Reads ``none``, flags joined by ``+`` in their order, or a way. Raises ValueError for anything else."""
+        """Reads ``none``, flags joined by ``+`` in their order, or the name of another way to offload. Raises
+        ValueError for anything else.
+        """
         for offload in OFFLOADS:
             if str(offload) == text:
                 return offload
@@ -469,7 +471,7 @@ class Precision(AxisValue):
 
 
 class Optimizer(AxisValue):
-    """Optimizer whose state the steps of a trained model make."""
+    """Optimizer that trains the model. Its state exists once the model is trained."""
 
     ADAMW = "adamw", "AdamW with torch's defaults (foreach where possible), with step counters on the host"
     SGD = "sgd", "SGD with momentum 0.9"
@@ -482,7 +484,7 @@ class Optimizer(AxisValue):
 
     @property
     def has_full_state(self) -> bool:
-        """True if the state has only tensors with a value for each element of the parameter, and single values."""
+        """True if each entry of the state is a single value or has a value for each element of its parameter."""
         match self:
             case Optimizer.ADAMW_8BIT:
                 return False
@@ -495,7 +497,7 @@ class Optimizer(AxisValue):
 
 
 class Init(AxisValue):
-    """Place of the model before a load."""
+    """State of the model before a load: with weights, or on the meta device."""
 
     MATERIALIZED = "materialized", "before a load the model holds other weights than the checkpoint"
     META = "meta", "before a load the model is on the meta device"

@@ -88,7 +88,7 @@ class Scenario:
 
     @property
     def generation(self) -> str:
-        """Name of the generation of workers that may run the scenario: the backend of their process groups."""
+        """Name of the group of worker processes that can run the scenario: the backend of their process groups."""
         return str(self.backend)
 
     def drop_offload(self) -> Scenario:
@@ -132,7 +132,7 @@ class Scenario:
         """True if a load that does not touch quantized weights has to succeed.
 
         FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved
-        parameters that a step had left unsharded. No loader of weights can repair either.
+        parameters that a step had left unsharded. Loading weights repairs neither.
         """
         is_moved = self.offload.takes_shards_away or (self.staging.is_staged and not self.policy)
         is_beyond_repair = self.phase.raised == "backward" or (self.phase.raised is not None and is_moved)
@@ -232,7 +232,9 @@ class Case:
 
     @property
     def that_must_work(self) -> Case:
-        """Same case with the exact checkpoint, dense weights, and a model whose backward did not raise."""
+        """Case in which the method must work: this case with the exact checkpoint, dense weights, and no raised
+        backward.
+        """
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
         if exact.model.is_quantized:
             exact = exact.change(model=Model.QWEN3_LORA.value)
@@ -271,7 +273,7 @@ def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
 
 
 def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
-    """Reads an id of the matrix back. Raises UsageError that names the unknown part."""
+    """Reads the id of a case of the matrix. Raises UsageError that names the unknown part."""
     *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:

@@ -1,5 +1,5 @@
-"""Defines the contracts of methods: the table of methods declares those of the matrix, and a user declares one with
-``promises``.
+"""Contracts of methods. The table of methods declares the contracts of the matrix's methods, and a user declares a
+contract with ``promises``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Contract:
         tensors of the model that peft was given, with the adapters added. ``adapter``: only the adapter, named as in
         peft's files.
     streams: the streams on which entries may be asked for: ``any``, or only the ``one`` that is current at the call.
-    keeps: whether a yielded tensor may be kept; otherwise it must be read before the next one is asked for.
+    keeps: whether a yielded tensor may be kept; otherwise it must be read before the next tensor is asked for.
 
     For a method that loads, ``ranks`` and ``weights`` describe what it is given, and:
 
@@ -79,8 +79,8 @@ class Contract:
 class Method:
     """Method that extracts or loads weights, of the matrix or of a framework's matrix.
 
-    summary: the method in code.
-    only: by axis, the values with which it makes sense.
+    summary: the method as a line of code.
+    only: by axis, the values with which the method makes sense.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Extent of the matrix in each direction: the default, the part for ``quick``, the additional cases for ``full``.
+"""Extent of the matrix for extractions and for loads: the default, the part for ``quick``, the additions for ``full``.
 
 The default matrix has both strategies, all eight of verl's flag combinations, unstaged and staged, with every method;
 one to three scenarios for each of ``partial``, ``moved`` and ``optimizer-around-step``; extractions after a training
@@ -267,13 +267,17 @@ _QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
 
 
 def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
-    """Lists the scenarios in which most failures occur, and a load in which none should."""
+    """Lists the scenarios of the level ``quick``: the scenarios in which most failures occur, and a load in which none
+    should.
+    """
     for values in _QUICK[direction]:
         yield from list_product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
 
 def is_sampled(scenario: Scenario) -> bool:
-    """Returns whether the default matrix leaves the scenario out if the user asks for values of axes."""
+    """Returns whether the scenario is only a sample of an axis in the default matrix, which drops samples if the user
+    asks for values of axes.
+    """
     return scenario.model.has_experts or any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 
 

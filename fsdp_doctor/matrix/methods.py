@@ -27,8 +27,8 @@ class MatrixMethod(Method):
     function: ``module:name`` in ``fsdp_doctor.case.methods``.
     used_by: the frameworks that call the method.
     is_fix: the method is fsdp-doctor's replacement for the others, and runs with --fix.
-    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before it trains on, which a
-        module under CPUOffloadPolicy needs, whatever was extracted from it.
+    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before it trains on, as
+        CPUOffloadPolicy requires.
     without_mesh: FSDP1 has the method only for a model that was given no device mesh.
     offloads: the method moves the shards off the device before it yields, and so promises that their memory is free.
     sends: the framework sends the entries that the method yields, so the method is tried with every consumer.

@@ -140,8 +140,8 @@ def _list_fixes(case: AnyCase) -> list[AnyCase]:
 
 
 def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
-    """Lists the scenarios with the requested values: scenarios of the level ``quick`` or ``full``, or else their
-    product.
+    """Lists the scenarios with the requested values: scenarios of the level ``quick`` or ``full``, or else the product
+    of the values.
 
     A filter with ``full`` removes cases and adds none. The full matrix varies one axis at a time, so it may have no
     case with all requested values. The result is then the same as without ``full``: these values, and the defaults on

@@ -129,7 +129,8 @@ class _Recorder:
     def close_backward(self) -> None:
         """Ends the trace of the backward.
 
-        A first layer that takes tokens, such as BERT's embeddings, has no input gradient whose hook would end it.
+        A first layer that takes tokens, such as BERT's embeddings, has no input gradient whose hook would end the
+        layer's backward.
         """
         reached = {segment.place for segment in self.segments if segment.of == "backward"}
         first = self._places[0]

@@ -345,7 +345,7 @@ def _read_engine(result: CheckResult, ranks: int) -> EngineSetup | None:
 
 
 def _read_model(role: Role, result: CheckResult, options: PlanOptions) -> str:
-    """Returns the model's directory, or the name of a built-in shape. Raises UsageError."""
+    """Returns the model's directory, or the name of a built-in shape. Raises UsageError if there is neither."""
     named = result.models.get(role)
     path = options.model or (str(named.path.value) if named and named.path else "")
     if not path:

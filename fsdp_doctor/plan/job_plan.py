@@ -53,8 +53,8 @@ class RolePlan:
     """The predicted memory of one model.
 
     numel: the number of the model's parameters.
-    first: the ledgers of the first rank in a shard group.
-    last: the ledgers of the last rank in a shard group.
+    first: the memory ledgers of the first rank in a shard group, one for each stage.
+    last: the memory ledgers of the last rank in a shard group.
     """
 
     setup: RoleSetup
@@ -108,7 +108,7 @@ class JobPlan:
 
 
 class Planner:
-    """Plans jobs, and caches its results: each model is built only once, and each role setup is predicted only once."""
+    """Plans jobs, and caches its results: the memory of each role setup is predicted only once."""
 
     def __init__(self) -> None:
         self._predictors: dict[tuple[str, int | None, ModelHead], Predictor] = {}
@@ -186,7 +186,8 @@ def _count_offloaded_bytes(roles: tuple[RolePlan, ...], gpus: int) -> dict[str, 
 def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator[JobMoment]:
     """Lists the moments of a device's memory.
 
-    They are the stages of each role while the other roles are offloaded, and the start and the work of an engine.
+    The moments are the stages of each role while the other roles are offloaded, and the start and the work of an
+    engine.
     """
     engine = job.engine
     # Memory of one worker outside torch's allocator, however many roles it has.
@@ -245,7 +246,7 @@ class Advice:
 
     @property
     def name(self) -> str:
-        """Name of the role and the setting, without the number at its end."""
+        """Role and setting, without the number at the end of the setting."""
         return self.setting.rstrip("0123456789.")
 
     @property

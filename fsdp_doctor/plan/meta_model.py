@@ -106,10 +106,10 @@ _IMPLEMENTATION = "fsdp-doctor-fused"
 
 @contextlib.contextmanager
 def fuse_attention() -> Iterator[None]:
-    """Replaces torch's attention within the ``with`` block.
+    """Replaces torch's ``scaled_dot_product_attention`` within the ``with`` block by a function that only allocates
+    memory, like a fused kernel.
 
-    It patches torch instead of using a function mode, because no function mode is active while the backward recomputes
-    a checkpointed layer.
+    torch is patched, because no function mode would be active while the backward recomputes a checkpointed layer.
     """
     original = nn.functional.scaled_dot_product_attention
 
@@ -126,7 +126,7 @@ def fuse_attention() -> Iterator[None]:
 def _run_fused_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_named: object
 ) -> tuple[Tensor, None]:
-    """Runs attention on tensors of shape (sequences, heads, tokens, size).
+    """Imitates the allocations of attention on tensors of shape (sequences, heads, tokens, size).
 
     The output has the shape (sequences, tokens, heads, size).
     """

@@ -370,7 +370,7 @@ _NOT_FOLLOWED = (RuntimeError, TypeError, AttributeError, LookupError, ValueErro
 
 
 class Predictor:
-    """Predicts the ledgers of one model, which is built only once, and traced only once for each batch.
+    """Predicts the memory ledgers of one model, which is traced only once for each batch.
 
     Raises UsageError for a model that does not exist, or that transformers cannot build.
     """

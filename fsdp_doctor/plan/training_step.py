@@ -298,7 +298,7 @@ class Fsdp1Replay:
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
         """Replays the reduction of a unit.
 
-        gradients: bytes of the gradients of its parameters, which are freed.
+        gradients: bytes of the unit's unsharded gradients, which are freed.
         """
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel, padded = sum(unit.originals), sum(unit.padded)
@@ -375,7 +375,7 @@ class Fsdp2Replay:
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
         """Replays the reduction of a unit.
 
-        gradients: bytes of the gradients of its parameters, which are freed.
+        gradients: bytes of the unit's unsharded gradients, which are freed.
         """
         self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
@@ -424,7 +424,7 @@ class Fsdp2Replay:
         self._gathered[unit.name] = nbytes
 
     def _bring_shards(self, unit: UnitShard) -> int:
-        """Allocates the shards on the device in the dtype in which they are gathered. Returns their bytes."""
+        """Allocates the copies of shards that a gather needs: cast, or brought from the host. Returns their bytes."""
         dtypes, timeline = self._setup.dtypes, self._timeline
         if not self._setup.scenario.policy:
             cast = round_up(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0

@@ -1,8 +1,8 @@
 """Turns the reports of all ranks into one verdict. These are pure functions over values; nothing here runs a case.
 
 A missing record is never a pass. The first event is the cause, and outranks the events that follow from it. An error
-like "connection closed by peer" is never the cause while another rank has a better one. A worker is not blamed for an
-action of the doctor, such as ending the worker at a deadline.
+like "connection closed by peer" is never the cause while another rank has a better error. A worker is not blamed for an
+action of fsdp-doctor, such as ending the worker at a deadline.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ def _describe_stage(report: RankReport) -> str:
 def _judge_hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
     """Returns the verdict on a hang.
 
-    The verdict names the ranks that wait for no other rank; if there are none, the ranks still in the method; else all
-    ranks.
+    The verdict names the ranks that wait for no other rank; if there are none, the ranks still in the method; otherwise
+    all ranks.
     """
     stages = {report.rank: report.record.stage if report.record else None for report in hanging}
     still_in = [r for r in hanging if r.process_state or stages[r.rank] != "agree"]

@@ -1,6 +1,6 @@
 """The records that a worker sends to its supervisor, and the reports that the supervisor makes from them.
 
-All are plain values that JSON can hold.
+All records and reports are plain values that JSON can hold.
 
 A worker sends the whole record of the case each time it reaches another stage. The last record that arrived tells how
 far the rank came. The supervisor wraps it in a :class:`RankReport`, and adds its own observations: a signal, a
@@ -134,7 +134,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Says that a worker cannot start, for a reason that is not the doctor's fault.
+    """Says that a worker cannot start, for a reason that is not a fault of fsdp-doctor.
 
     exit_code: one of the exit codes in errors.py.
     """
@@ -210,7 +210,9 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _make_readable(read: Callable[[], str], what: str) -> str:
-    """Returns the text, or a sentence that says that reading it raised. Escapes characters that cannot be encoded."""
+    """Returns the text that ``read`` returns, or a sentence that says that it raised. Escapes characters that cannot be
+    encoded.
+    """
     try:
         return read().encode(errors="backslashreplace").decode()
     except BaseException as error:

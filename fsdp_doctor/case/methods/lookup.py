@@ -1,4 +1,4 @@
-"""Finds the function for the name of a method, including a user's, and calls it with the arguments that it names."""
+"""Finds the function of a method under test, built-in or a user's, and calls it with the arguments that it requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MethodArguments:
 
     device: this rank's compute device. The arguments below exist only in a probe.
     scratch: a directory for this call, the same on every rank, which does not exist yet.
-    control: a gloo group apart from the model's group.
+    control: a gloo group that the model does not use.
     state: the checkpoint to load, for a method that loads.
     buffers: the non-persistent buffers, by name, on the host, with the values of a model that was never on the meta
         device.
@@ -79,9 +79,9 @@ def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def run_in_context(context: Context, function: MethodFunction) -> MethodFunction:
-    """Wraps ``function`` so that it is called, and its result is iterated over, in one of torch's contexts.
+    """Wraps ``function`` so that it is called, and its result is iterated over, in the given autograd context.
 
-    Work on an entry before the next entry is requested is outside of the context.
+    The caller's own work on an entry is outside of the context.
     """
     match context:
         case Context.ORDINARY:
@@ -112,7 +112,9 @@ def run_in_context(context: Context, function: MethodFunction) -> MethodFunction
 
 
 def find_function(method: MatrixMethod) -> Callable[..., Any]:
-    """Returns the function of a row of the table. peft is imported only for the methods of models with adapters."""
+    """Returns the function of a built-in method. Imports only that function's module, since the module for adapters
+    needs peft.
+    """
     module, _, name = method.function.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.methods.{module}"), name)
     return function
@@ -132,7 +134,9 @@ def extract_local_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
 
 
 def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Saves with the doctor, and returns on rank 0 the tensors that the safetensors library reads from the files."""
+    """Saves the model with fsdp-doctor. Returns on rank 0 the tensors that the safetensors library reads from the
+    files.
+    """
     save_full_tensors(model, scratch, names="model", experts=experts)
     full: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
@@ -145,7 +149,7 @@ def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.P
 def save_optimizer_by_fix(
     model: nn.Module, optimizer: torch.optim.Optimizer, experts: DeviceMesh | None, scratch: pathlib.Path
 ) -> dict[str, torch.Tensor]:
-    """Saves with the doctor, and returns on rank 0 the state that torch.load reads from the file."""
+    """Saves the optimizer's state with fsdp-doctor. Returns on rank 0 the state that torch.load reads from the file."""
     save_optimizer_state(model, optimizer, scratch, experts=experts)
     # Keys on the device that stay for the process: not memory that the call keeps.
     compute_column_keys.cache_clear()
@@ -171,7 +175,7 @@ def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Ca
 
     given: the names of the available arguments. The function is called with the sharded model and the arguments that
     its further parameters name, and must return a mapping or yield (name, tensor). Raises UsageError if the import
-    fails, if there is no such function, or if it asks for an unknown argument.
+    fails, if there is no such function, or if the function asks for an unknown argument.
     """
     module_name, _, attribute = name.partition(":")
     try:

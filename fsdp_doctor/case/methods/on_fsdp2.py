@@ -143,7 +143,7 @@ def save_dcp_before_the_last_has_ended(
 ) -> dict[str, Any]:
     """Saves twice with one stager.
 
-    The first save is not waited for, and its store writes nothing before the second begins.
+    The first save is not waited for, and its store writes nothing before the second save has ended.
     """
     takes = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Checks the adapters of LoRA: halves, ranks, magnitudes and modules that are missing."""
+"""Checks LoRA adapters: missing matrices, magnitude vectors and modules, wrong ranks, and B matrices still at zero."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DORA = re.compile(r"^(?P<module>.*)\.lora_magnitude_vector\b")
 
 
 def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds LoRA halves without their counterpart, ranks that contradict adapter_config.json, and B matrices still at
-    zero.
+    """Finds LoRA matrices A or B without their counterpart, ranks that contradict adapter_config.json, and B matrices
+    still at zero.
     """
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
@@ -60,7 +60,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_frozen_base(state: State) -> Iterator[Symptom]:
-    """Finds a frozen base model that is saved with its adapters and is many times larger than they are."""
+    """Finds a frozen base model that is saved with its adapters and is many times larger than the adapters."""
     tensors = list(state.select("model"))
     adapters = sum(tensor.numel * tensor.itemsize for tensor in tensors if LORA.match(tensor.parameter))
     base = sum(tensor.numel * tensor.itemsize for tensor in tensors if not LORA.match(tensor.parameter))
@@ -72,7 +72,9 @@ def _find_frozen_base(state: State) -> Iterator[Symptom]:
 def _find_missing_magnitudes(
     state: State, halves: Mapping[str, dict[str, SavedTensor]], config: Mapping[str, Any]
 ) -> Iterator[Symptom]:
-    """Finds adapters of DoRA that lack their vector of magnitudes, by adapter_config.json or by the other adapters."""
+    """Finds adapters without a magnitude vector if adapter_config.json says DoRA, or if at least half of the adapters
+    have a magnitude vector.
+    """
     modules = {found["module"] for tensor in state.select("model") if (found := _DORA.match(tensor.parameter))}
     lacking = sorted(halves.keys() - modules)
     if lacking and (config.get("use_dora") is True or 2 * len(lacking) <= len(halves)):

@@ -21,7 +21,9 @@ class ShapeFormula(NamedTuple):
 
 
 class CrossAttention(NamedTuple):
-    """Patterns for a decoder's layers, and for the cross-attention that each of them must have."""
+    """Pattern of the layer names of an encoder-decoder model, and the name of the cross-attention in each decoder
+    layer.
+    """
 
     layer: re.Pattern[str]
     attention: str
@@ -110,7 +112,7 @@ CROSS_ATTENTIONS: dict[str, CrossAttention] = {
 
 
 def compare_with_formulas(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares shapes with those that config.json and the formulas of its model types imply."""
+    """Finds tensors whose shapes differ from the shapes that the model type's formulas yield with config.json."""
     is_cut = state.is_loose or state.is_incomplete or state.arrangement is Arrangement.SHARDED_SAFETENSORS
     for config in () if is_cut else _list_configs(evidence, state):
         for formula in SHAPE_FORMULAS.get(str(config["model_type"]), ()):
@@ -125,7 +127,7 @@ def compare_with_formulas(evidence: CheckpointEvidence, state: State) -> Iterato
 
 
 def find_lost_outside(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds tensors outside of the layers that the class of config.json always has and that are missing."""
+    """Finds missing tensors that are outside of the layers and that every model of config.json's type has."""
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     needed = OUTSIDE_LAYERS.get(str(config.get("model_type")), ())
     names = [tensor.parameter for tensor in state.select("model")]
@@ -142,7 +144,7 @@ def find_lost_outside(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def compare_sides(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds decoder layers without cross-attention and encoder layers that have it, for known types."""
+    """Finds decoder layers without cross-attention and encoder layers with cross-attention, for known model types."""
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     form = CROSS_ATTENTIONS.get(str(config.get("model_type")))
     if form is None or "auto_map" in config or state.is_incomplete or state.is_loose:
@@ -163,7 +165,7 @@ def compare_sides(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _list_configs(evidence: CheckpointEvidence, state: State) -> list[dict[str, Any]]:
-    """Lists the settings of the model and of the models in it, if their types are known to differ.
+    """Lists the config of the model and of each model nested in it, unless another of them has the same model type.
 
     The list is empty for quantized models and for models with their own code.
     """
@@ -177,7 +179,7 @@ def _list_configs(evidence: CheckpointEvidence, state: State) -> list[dict[str, 
 
 
 def compute_dim(dim: str, config: Mapping[str, Any]) -> int | None:
-    """Computes a formula's dim; None if the config lacks one of its keys, or has no number for it."""
+    """Computes the size of a dim from its formula; None if the config has no integer for a key of the formula."""
     total = 0
     for term in dim.split(" + "):
         product = 1

@@ -25,8 +25,8 @@ _SMALLEST = 1e-7
 
 
 def list_parts(state: State) -> Iterator[State]:
-    """Lists the parts of the state that are not the model but have its tensor names, such as an average of
-    the weights.
+    """Yields the parts of a state that are copies of the model, such as an average of the weights. A copy has mostly
+    the model's tensor names.
     """
     names = {tensor.parameter for tensor in state.select("model")}
     for part, count in state.left_out.items():
@@ -110,7 +110,7 @@ def _find_layers_not_averaged(
 
 
 def _list_trained(evidence: CheckpointEvidence, state: State, fewest_steps: int) -> set[str]:
-    """Lists the parameters for which Adam has nonzero moments after enough steps."""
+    """Lists the parameters for which Adam has nonzero first moments after at least ``fewest_steps`` steps."""
     beside = _list_beside(evidence, state)
     return {
         name
@@ -148,7 +148,9 @@ def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
 
 
 def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares float32 master weights with the model's rounded weights. A few that differ are from another step."""
+    """Compares float32 master weights with the model's rounded weights. A few master weights that differ must be from
+    another step.
+    """
     model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
     for masters in _list_masters(evidence, state) if model else ():
         pairs = [

@@ -131,7 +131,10 @@ def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict
 
 
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
-    """Finds the first half, quarter or eighth whose sampled rows all equal the rows of an earlier part of this size."""
+    """Finds the first half, quarter or eighth whose sampled rows all equal those of an earlier part of the same size.
+
+    Returns (its range of rows, number of parts of this size), or None.
+    """
     for count in _FRACTIONS if scan.row_sums else ():
         size = len(scan.row_sums) // count
         seen: set[tuple[int | None, ...]] = set()
@@ -179,9 +182,9 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_equal_projections(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds two projections of one module that are bitwise equal: keys as values, or a gate as the projection up.
+    """Finds two projections of one module that are bitwise equal, such as key and value, or gate and up projection.
 
-    If they are equal in most layers, the model may share them.
+    Projections that are equal in most layers are not reported, because the model may share them.
     """
     modules: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
@@ -229,7 +232,7 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def find_equal_stacks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds a decoder whose layers have all the matrices of the encoder's layers with the same numbers."""
+    """Finds a decoder whose matrices all equal the encoder's matrices with the same names."""
     sides: dict[tuple[str, str, str], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         found = _SIDE.fullmatch(tensor.parameter)
@@ -244,7 +247,7 @@ def find_equal_stacks(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
-    """Yields (stack, number, number, matrices) for each layer that equals an earlier layer of the same stack."""
+    """Yields (stack, layer number, earlier layer's number, matrices) for each layer that equals an earlier layer."""
     layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if (found := LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:

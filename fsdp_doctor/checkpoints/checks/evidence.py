@@ -41,7 +41,7 @@ class CheckpointEvidence:
     scans: Scans
 
     def find_scans(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
-        """Returns the nonempty pieces that were scanned, each with its scan."""
+        """Returns the scanned pieces of a tensor that are not empty, each with its scan."""
         pairs = ((piece, self.scans.find(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
         return [(piece, scan) for piece, scan in pairs if scan is not None]
 

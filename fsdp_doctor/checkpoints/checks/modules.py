@@ -82,7 +82,7 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
     """Finds norms that lack num_batches_tracked. Only a single norm, other than the first, counts as damaged.
 
-    Frozen norms have no such count, and a model's first norms are the ones that are usually frozen.
+    Frozen norms have no such count, and usually a model's first norms are frozen.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
@@ -101,9 +101,9 @@ def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symp
 
 
 def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds recurrent cells whose weights have different numbers of rows, or a number that no torch cell has.
+    """Finds recurrent cells whose weights have different numbers of rows, or a number of gates that no torch cell has.
 
-    The rows must be the hidden size times the number of gates.
+    The number of rows must be the hidden size times the number of gates.
     """
     cells: dict[tuple[str, str], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in () if _may_be_shards(state) else state.select("model"):
@@ -150,7 +150,9 @@ def _may_be_shards(state: State) -> bool:
 
 
 def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds matrices and convolutions that have the transposed shape of similar ones, while their neighbours do not."""
+    """Finds matrices and convolutions with the transposed shape of similar tensors, if their bias or layer shows that
+    this is wrong.
+    """
     if _may_be_shards(state):
         return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
@@ -189,7 +191,7 @@ def _name_role(tensor: SavedTensor) -> str:
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
-    """Compares each convolution's output channels with the size of the norm that has the same number."""
+    """Compares each convolution's output channels with the size of the norm with the same number in its name."""
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _CONVOLUTION.fullmatch(name)
@@ -212,7 +214,9 @@ def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Ite
 
 
 def _compare_with_biases(tensors: dict[str, SavedTensor]) -> Iterator[Symptom]:
-    """Compares which dim of similar convolutions has the size of the bias: the first, or the second if transposed."""
+    """Finds a convolution whose bias has the size of another dim (the first, or the second if transposed) than in
+    similar convolutions.
+    """
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         bias = tensors.get(f"{name.removesuffix('.weight')}.bias")

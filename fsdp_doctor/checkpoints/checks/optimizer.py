@@ -85,7 +85,9 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters that have no optimizer state although others of their layer do, and finds impossible state."""
+    """Finds parameters that have no optimizer state although other parameters of their layer have it, and impossible
+    state.
+    """
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()
@@ -224,7 +226,8 @@ def _compute_bound(betas: _Betas | None, step: float | None) -> float:
 def _compare_with_bound(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float
 ) -> tuple[int, int]:
-    """Counts the elements whose squared first moment exceeds the bound, and all elements that were compared.
+    """Returns (number of elements whose squared first moment exceeds ``bound`` times the second, number of compared
+    elements).
 
     float16 moments are not compared, since optimizers that keep moments in float16 scale them.
     """
@@ -416,7 +419,7 @@ def _compute_mean(evidence: CheckpointEvidence, tensor: SavedTensor) -> float | 
 
 
 def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
+    """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of the shape ``shape``."""
     are_matrices = len(shape) == len(whole) == 2
     return are_matrices and any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 
@@ -424,7 +427,9 @@ def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def name_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
 ) -> dict[str, SavedTensor]:
-    """Maps the optimizer's parameter numbers to the model's parameters; empty if the files do not keep their order."""
+    """Maps the optimizer's parameter numbers to the model's parameters; empty if the files do not keep the parameters'
+    order.
+    """
     places = {
         tensor.pieces[0][:2]: tensor
         for each in beside
@@ -438,7 +443,9 @@ def name_numbers(
 
 
 def name_parameters(evidence: CheckpointEvidence, state: State, beside: list[State]) -> dict[str, OptimizedParameter]:
-    """Reads the optimizer state of each parameter, keyed by the model's name for it if that is known."""
+    """Reads the optimizer state of each parameter, keyed by the parameter's name in the model or, if that is unknown,
+    by its key in the optimizer.
+    """
     optimizer = read_optimizer(evidence, state)
     places = name_numbers(state, beside, optimizer)
     return {

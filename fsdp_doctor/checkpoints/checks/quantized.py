@@ -30,9 +30,9 @@ _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 def find_codes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds codes that config.json does not call quantized, and codes that were cast to another dtype.
 
-    A checkpoint of codes has their scales, and a setting with which a load multiplies them. Without the setting a load
-    takes the codes for the weights. Cast codes are all on the grid of an 8-bit dtype, and thousands of times larger
-    than weights.
+    A quantized checkpoint has scales for its codes, and a setting that makes the loader multiply codes by scales.
+    Without the setting the codes are loaded as weights. Cast codes are all on the grid of an 8-bit dtype, and thousands
+    of times larger than weights.
     """
     for tensor in state.select("model"):
         is_weight = len(tensor.shape) > 1 and _WEIGHT.search(tensor.name)
@@ -103,7 +103,9 @@ def _compare_blocks(tensors: Mapping[str, SavedTensor], config: Mapping[str, Any
 
 
 def _lacks_setting(evidence: CheckpointEvidence, state: State) -> bool:
-    """Returns whether a config.json of transformers' own classes, and the files next to it, name no quantization."""
+    """Returns whether config.json is of one of transformers' own classes, and neither it nor a file next to it names a
+    quantization.
+    """
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = config.get("text_config")
     keys = {*config, *(inner if isinstance(inner, dict) else {})}

@@ -37,7 +37,7 @@ _MOST_BOXES = 2000
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
 
-    Plain tensors of ranks are skipped, because their position in a whole tensor is unknown.
+    Plain tensors in rank files are skipped, because their position in a whole tensor is unknown.
     """
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (
@@ -128,7 +128,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _find_stages(state: State) -> set[tuple[str, ...]]:
-    """Finds tensors of layers and modules that some ranks have whole, and the others not at all, as in a pipeline.
+    """Returns the paths of the tensors whose layer or module only some ranks have, as in pipeline parallelism.
 
     Only plain tensors are examined, because a sharded tensor shows that every rank has a part of it.
     """

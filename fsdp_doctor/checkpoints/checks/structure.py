@@ -85,7 +85,9 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
 
 
 def _is_norm(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Returns whether a flat weight has as many elements as its bias: in a list, convolutions may follow norms."""
+    """Returns whether a flat weight has as many elements as its bias, and so belongs to a norm. In a list of modules,
+    norms may have the same names as convolutions.
+    """
     return shapes[name] == shapes.get(f"{name.removesuffix('weight')}bias")
 
 
@@ -136,7 +138,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
 
 
 def _name_next(shard: str) -> str:
-    """Names the file of the shard after this one."""
+    """Returns the file name of the shard after ``shard``."""
     return re.sub(r"shard-(\d+)", lambda found: f"shard-{int(found[1]) + 1:0{len(found[1])}}", shard)
 
 
@@ -185,8 +187,9 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds tensors whose shape fits neither the other layers nor the rest of their own layer.
 
-    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported. Shards
-    of safetensors are not checked: they do not say how many there were, and a missing one makes a shape smaller.
+    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported. Shards of
+    safetensors are not checked: the files do not say how many shards there were, and a missing shard makes a shape
+    smaller.
     """
     if state.is_loose or state.arrangement is Arrangement.SHARDED_SAFETENSORS:
         return
@@ -239,8 +242,8 @@ def _compare_within_layer(by_rest: dict[str, SavedTensor]) -> Iterator[Symptom]:
 
 
 def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds tensor names that contradict the model type in config.json: required ones that are missing, and foreign
-    ones.
+    """Finds tensor names that contradict the model type in config.json: required names that are missing, and names that
+    only other types have.
     """
     config = evidence.find_model_config(state)
     marks = find_marks(config)
@@ -262,7 +265,7 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds missing layers, tensors that only one layer lacks, and missing heads, for the model's type."""
+    """Finds missing layers, tensors that only one layer lacks, and a missing head, embedding or last norm."""
     config = evidence.find_model_config(state)
     outer = evidence.checkpoint.find_setting(state.directory, "config.json")
     names = {tensor.parameter: tensor for tensor in state.select("model")}
@@ -431,7 +434,7 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def compare_with_tokenizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds tokens of tokenizer.json whose numbers are beyond the rows of the embedding."""
+    """Finds tokens of tokenizer.json whose ids are beyond the rows of the embedding."""
     for state in evidence.checkpoint.states:
         tokens = _list_tokens(evidence.checkpoint.find_setting(state.directory, "tokenizer.json"))
         tables = [t for t in state.select("model") if _TOKEN_TABLE.search(t.parameter) and len(t.shape) == 2]

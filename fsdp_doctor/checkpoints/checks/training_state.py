@@ -1,4 +1,4 @@
-"""Checks the state for resuming apart from the model: optimizer settings, step counts, schedulers, random states."""
+"""Checks the training state other than the model: optimizer settings, step counts, schedulers, random states."""
 
 from __future__ import annotations
 
@@ -126,6 +126,8 @@ def _find_file_of_another_save(
 ) -> tuple[str, float, float] | None:
     """Finds the file whose steps all differ from the steps in the other files, although it has parameters of the same
     modules.
+
+    Returns (file, its step, step of the other files), or None.
     """
     of_one = {file: next(iter(by_step)) for file, by_step in files.items() if len(by_step) == 1}
     counts = Counter(of_one.values())
@@ -138,9 +140,7 @@ def _find_file_of_another_save(
 
 
 def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds optimizer settings with which no step is possible, and parameters listed twice in the optimizer's
-    groups.
-    """
+    """Finds optimizer settings that make a step impossible, and parameters listed twice in the optimizer's groups."""
     # Keyed by rank and by the path of the optimizer.
     params: dict[tuple[int | None, str], Counter[object]] = defaultdict(Counter)
     for (path, rank), value in state.values.items():
@@ -189,7 +189,7 @@ def judge_random_states(evidence: CheckpointEvidence, state: State) -> Iterator[
 
 
 def find_missing_random_states(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds ranks without a random state between ranks that have one."""
+    """Finds ranks without a file of random number generator states although a higher rank has such a file."""
     ranks: dict[str, set[int]] = defaultdict(set)
     for file in evidence.checkpoint.files:
         if found := _RANDOM_STATE_FILE.fullmatch(file):
@@ -292,7 +292,7 @@ def _read_rates_of_groups(state: State) -> frozenset[float]:
 
 
 def _count_steps(evidence: CheckpointEvidence, states: list[State]) -> tuple[_Count | None, list[_Count], list[_Count]]:
-    """Returns the highest step count of an optimizer, and all counts of schedulers and training loops."""
+    """Returns (highest step count of an optimizer, all counts of schedulers, all counts of training loops)."""
     optimizer: _Count | None = None
     schedulers: list[_Count] = []
     loops: list[_Count] = []

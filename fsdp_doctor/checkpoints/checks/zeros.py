@@ -52,7 +52,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _is_last_of_its_list(tensor: SavedTensor, members: Iterable[SavedTensor]) -> bool:
-    """Returns whether the tensor belongs to the last of several single modules in a list.
+    """Returns whether the tensor belongs to the last of several similar modules in a list.
 
     The MLP in a detector's head is such a list. The last matrix of such an MLP is often initialized to zeros.
     """
@@ -63,7 +63,7 @@ def _is_last_of_its_list(tensor: SavedTensor, members: Iterable[SavedTensor]) ->
 
 
 def _find_zero_last_norm(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds a norm behind the layers that is zero although no norm within the layers is zero.
+    """Finds a norm outside the layers that is zero although no norm within the layers is zero.
 
     Classes that add 1 to a norm's weight, such as Gemma, may keep such a norm frozen at zero, so this is damage only
     for known classes.
@@ -132,7 +132,9 @@ def _judge_zero_runs(
 
 
 def _describe_share(rows: int, first: int, after: int) -> str:
-    """Describes which rank the rows belong to, if they are exactly one rank's share for a world size of 2 to 1024."""
+    """Describes which rank the rows belong to, if they are exactly one rank's share for a world size that is a power of
+    two up to 1024; empty otherwise.
+    """
     for world in (2**power for power in range(10, 0, -1)):
         share = -(-rows // world)
         if share > 1 and first % share == 0 and after == min(first + share, rows):

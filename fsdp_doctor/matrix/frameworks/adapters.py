@@ -1,4 +1,4 @@
-"""Finds adapters: those of this package, and others that are named as ``module:ATTRIBUTE``.
+"""Finds adapters: this package's adapters by name, and others by ``module:ATTRIBUTE``.
 
 An adapter's table lies next to its module, with the same stem. No adapter is imported here.
 """
@@ -21,7 +21,7 @@ BUILT_IN = tuple(sorted(table.stem.removeprefix("on_") for table in _ROOM.glob("
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Adapter: an attribute of a module, and the module's file."""
+    """Place of an adapter: an attribute of a module, and the module's file."""
 
     module: str
     attribute: str

@@ -70,7 +70,7 @@ class ConfiguredBuild:
 
     only: maps an axis to the values for which the facts are compared.
     strategies: the allowed strategies.
-    offloads: whether FSDP's own policy is on.
+    offloads: whether FSDP's offload policy is on.
     state_dict_type: the form of the saved state dict, as the framework reports it.
     own_sharding: whether the framework shards without torch's FSDP. If so, the model must not have a unit of torch's
         FSDP, and every parameter must be a DTensor.
@@ -198,7 +198,7 @@ def _multiply(products: _Products) -> tuple[str, ...]:
 
 
 def _list_unread(written: Any, read: Any) -> list[str]:
-    """Lists the keys of a table that are not in its records; msgspec ignores such keys."""
+    """Lists the keys of a TOML table that no field of its record reads; msgspec ignores such keys."""
     match written:
         case dict():
             below = [key for name in written.keys() & read.keys() for key in _list_unread(written[name], read[name])]

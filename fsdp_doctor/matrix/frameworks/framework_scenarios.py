@@ -56,8 +56,8 @@ class FrameworkScenario:
 
     @property
     def generation(self) -> str:
-        """Name of the generation of workers that may run the scenario: one for each, because frameworks keep
-        singletons.
+        """Name of the group of worker processes that can run the scenario. Each scenario has its own group, because
+        frameworks keep singletons.
         """
         return self.id
 
@@ -148,7 +148,7 @@ def find_frameworks(words: Sequence[str]) -> list[str]:
 
 
 def parse_framework_id(text: str) -> FrameworkCase:
-    """Reads an id such as ``accelerate:fsdp1/offload/sharded/load_state`` back.
+    """Reads the id of a framework's case, such as ``accelerate:fsdp1/offload/sharded/load_state``.
 
     Raises UsageError that names the unknown part.
     """
