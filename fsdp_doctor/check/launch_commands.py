@@ -119,8 +119,8 @@ def count_launched_ranks(settings: Settings) -> int | None:
 class _Script:
     """Shell script without comments; ``name`` is its file name.
 
-    ``variables`` are those that the script assigns. ``unknown`` are those that get different values, for example in two
-    branches.
+    ``variables`` maps each variable that the script assigns to its last value. ``unknown`` names the variables that get
+    different values, for example in two branches.
     """
 
     text: str
