@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """The settings that the ranks of one generation share.
+    """The settings that the workers of one generation share: the workers of all ranks that are started together.
 
     generation: the number of the generation in this run of pytest.
     store_port: the port of the store on this node.
@@ -242,7 +242,7 @@ class RankSession:
 
 
 def _name_in_file(node_id: str) -> str:
-    """Returns a test's name in its file. In pytest 8 the part before it differs if the file is outside of the root."""
+    """Returns a test's name in its file. In pytest 8 the id's first part differs if the file is outside of the root."""
     return node_id.partition("::")[2]
 
 
