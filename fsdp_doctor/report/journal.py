@@ -36,7 +36,7 @@ def name_journal(path: pathlib.Path) -> pathlib.Path:
 
 
 class Journal:
-    """Appends results to the journal of ``path``. Raises DoctorFault if they cannot be written."""
+    """Appends results to the journal of ``path``. Raises DoctorFault if a result cannot be written."""
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
@@ -83,7 +83,7 @@ def read_report(path: pathlib.Path) -> Report:
 
     A file whose name ends in .gz is decompressed.
 
-    Raises UsageError for anything else.
+    Raises UsageError for a file that is not a report.
     """
     data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
