@@ -1,4 +1,4 @@
-"""Reads what people write about a failure that raised nothing: what was seen, after what, in which circumstances."""
+"""Reads descriptions by people of a failure without an exception: the symptom, the event before, the circumstances."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ProseReader:
         return "\n".join(line for _, line in self._lines)
 
     def end(self) -> Reading | None:
-        """Returns what the prose tells of; None if it tells of nothing that belongs to sharded training."""
+        """Returns the symptom that the prose describes; None if it describes no symptom of sharded training."""
         text = self.text
         if not text or _ABOUT.search(text) is None:
             return None
@@ -203,7 +203,10 @@ def is_prose(raw: str) -> bool:
 
 
 def _list_counts(text: str) -> dict[int, str]:
-    """Lists the numbers of ranks that a text names, and their quotients, which may be sizes of a mesh's dims."""
+    """Maps the numbers of ranks that a text names to their origin, and also their quotients.
+
+    A quotient may be the size of a dimension of the mesh.
+    """
     named = {int(match["before"] or match["after"]) for match in _COUNT.finditer(text)} - {0, 1}
     counts = dict.fromkeys(named, "the text names this number of ranks or micro-batches")
     for large, small in itertools.permutations(sorted(named), 2):
@@ -256,7 +259,7 @@ def _split_joined(lines: Sequence[str], begin: int) -> Iterator[_Sentence]:
 
 
 def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str]) -> JobEvent | None:
-    """Finds the event with which something was seen: first in the sentence ``at`` itself, then in the other sentences.
+    """Finds the event after which something was seen: first in the sentence ``at`` itself, then in the other sentences.
 
     A phrase such as "after a resume" counts more than the word "resume" alone, and most if its words are close.
     """

@@ -103,7 +103,10 @@ def _write_advice(raised: Raised) -> str:
 
 
 def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:
-    """Returns what the first mechanism says that the message shows; None if it shows none."""
+    """Applies the first mechanism that the message shows; None if it shows none.
+
+    Returns (the contradiction, the deciding step, whether a symptom of the log would say more).
+    """
     for mechanism in read_mechanisms():
         if mechanism.symptom or not _is_placed(mechanism, raised):
             continue

@@ -175,7 +175,10 @@ def _write_place(frame: str) -> str:
 
 
 def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None:
-    """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
+    """Reads from the form of the traceback which function refused what, and which line of the job called it.
+
+    Returns the contradiction and the deciding step; None if the traceback has none of the known forms.
+    """
     if not raised.frames:
         return _read_bare_refusal(raised)
     innermost = raised.frames[-1]
@@ -221,7 +224,7 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
 
 
 def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
-    """Reads a Python error in a line of a package, which does not depend on the tensors."""
+    """Reads a Python error in a line of a package that does not depend on the tensors."""
     package, code = find_package(innermost), raised.code_of.get(innermost, "")
     if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
         return None
@@ -318,7 +321,7 @@ def _read_lookup(raised: Raised, call: JobCall, inside: str, code: str) -> tuple
 
 
 def _find_argument(call: JobCall, message: str) -> str:
-    """Finds the argument that a message is about: a keyword of the call that the message names, or any name in it."""
+    """Finds the argument that a message is about: a keyword of the call, or a name in the message; empty without one."""
     folded = message.lower().replace("_", "")
     names: list[str] = [first or second for first, second in _WORD.findall(message)]
     keywords = _KEYWORD.findall(call.code)

@@ -411,7 +411,7 @@ def make_remedy_command(entry: KnownFailure) -> str:
 
 
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
-    """Renders the certain entry or the first likely entries whole, and of possible entries only what is open."""
+    """Renders the certain entry or the first likely entries whole; of possible entries, only the open questions."""
     matches = explanation.matches
     places = _join_places(explanation)
     grade = matches[0].grade

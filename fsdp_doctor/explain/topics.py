@@ -1,4 +1,4 @@
-"""Says what a message of FSDP's is about and which command says more, where the message shows no mechanism."""
+"""Finds the topic of a message about FSDP that shows no mechanism, and the command that shows more."""
 
 from __future__ import annotations
 
