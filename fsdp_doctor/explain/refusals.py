@@ -321,7 +321,7 @@ def _read_lookup(raised: Raised, call: JobCall, inside: str, code: str) -> tuple
 
 
 def _find_argument(call: JobCall, message: str) -> str:
-    """Finds the argument that a message is about: a keyword of the call, or a name in the message; empty without one."""
+    """Finds the argument that a message is about: a keyword of the call, or a name in the message; else empty."""
     folded = message.lower().replace("_", "")
     names: list[str] = [first or second for first, second in _WORD.findall(message)]
     keywords = _KEYWORD.findall(call.code)
