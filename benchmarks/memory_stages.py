@@ -97,7 +97,7 @@ class ShapeTrainer(Trainer):
 def measured(
     model: Model, steps: list[TrainingSize], at: Runtime
 ) -> tuple[list[StageMemory], dict[str, dict[str, int]]]:
-    """Measures the ledgers and the estimates of a model's steps. Every rank must call it."""
+    """Measures the ledgers and the estimates of a model's steps. Every rank must call this function."""
     scenario = model.scenario
     at.training, ShapeTrainer.shape = steps[0], model.shape
     watch = StageWatch(model.job(steps[0]), at.rank, at.device)

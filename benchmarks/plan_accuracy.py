@@ -46,8 +46,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Compared:
-    """The predicted and measured bytes of one stage: those of the exact classes, those at its peak, and those on the
-    host.
+    """The predicted and the measured bytes of one stage.
+
+    held: the bytes of the exactly known classes.
+    peak: the bytes at the peak of the device.
+    host: the bytes on the host.
     """
 
     job: str

@@ -26,7 +26,7 @@ def join_group(device: str) -> None:
 
 @contextlib.contextmanager
 def make_shared_directory(parent: str | None) -> Iterator[pathlib.Path]:
-    """Makes a directory for all ranks, which rank 0 removes when all have left the block."""
+    """Makes a directory for all ranks, which rank 0 removes when all ranks have left the block."""
     name = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:

@@ -1,4 +1,4 @@
-"""Measures full_tensors of this version and of another one in the same processes, in turn, on the same sharded model.
+"""Measures full_tensors of this version and of another version, in turn, in the same processes on the same model.
 
     git archive COMMIT fsdp_doctor | tar x -C DIRECTORY
     torchrun --nproc-per-node 2 benchmarks/two_versions.py DIRECTORY [--hidden 2560] [--repeat 15]

@@ -122,7 +122,7 @@ class MissingKeyIsNotReported(Load):
 
 
 class CheckedLoad(Load):
-    """Loads after a first forward, and asks examine before the next one."""
+    """Loads after a first forward, and calls examine before the next forward."""
 
     command = "examine"
 

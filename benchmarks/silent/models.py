@@ -1,4 +1,4 @@
-"""The model that the programs train: two blocks with a buffer that training changes, and experts if asked."""
+"""The model that the programs train: two blocks, each with a buffer that training changes, and experts if requested."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class ExpertsOfAnotherRank(Sync):
 
 
 class Guarded(Training):
-    """Wraps what must not change a weight into ``unchanged``."""
+    """Runs code that must not change a weight within ``unchanged``."""
 
     command = "unchanged"
 

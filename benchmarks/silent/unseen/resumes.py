@@ -124,7 +124,7 @@ class AsyncWorkerAliasedStep:
 
 
 def write(queue: Any, go: Any) -> None:
-    """Writes what it is handed, as a worker whose storage is slow, and ends with its rank."""
+    """Writes the states in the queue, late as if the storage were slow, until the rank ends."""
     rank = os.getppid()
     while os.getppid() == rank:
         if go.wait(0.2):
