@@ -74,5 +74,5 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
 
 
 def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
-    """Maps each role to the ids of its cases. The configuration must have a known version."""
+    """Maps each role to the ids of its extraction cases. The configuration must have a known version."""
     return {use.role: ids(use) for use in result.uses}

@@ -147,7 +147,7 @@ def sharded_net1(*, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded
 
 
 def all_trainable(net: nn.Module) -> nn.Module:
-    """Makes all parameters trainable, because FSDP1 without use_orig_params cannot mix them with frozen ones."""
+    """Makes all parameters trainable, because FSDP1 without use_orig_params cannot mix them with frozen parameters."""
     for parameter in net.parameters():
         parameter.requires_grad_(True)
     return net
