@@ -61,7 +61,7 @@ class Clock:
         return self.find_highest(time.perf_counter() - start)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Returns the peak device memory of tensors during ``run``, minus the memory before; the highest of the ranks."""
+        """Returns the peak of tensors' device memory during ``run`` minus the memory before; the highest of all ranks."""
         if self._module is None:
             run()
             return None
