@@ -263,7 +263,7 @@ class Bundle:
 def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
     """Makes a bundle in which private text is replaced.
 
-    redactor: the redactor to use; by default, one that knows this machine's names.
+    redactor: the redactor to use; by default, a redactor that knows this machine's names.
     """
     redactor = redactor or Redactor.for_this_machine()
     raw = make_texts(evidence)
