@@ -1,6 +1,6 @@
 """Implements ``fsdp-doctor check``: finds the cases that a training configuration selects, and their known failures.
 
-No module of it imports torch or a framework. ``reading`` turns files, launch commands and overrides into settings.
+Its modules import neither torch nor a framework. ``reading`` turns files, launch commands and overrides into settings.
 ``frameworks`` interpret the settings, ``findings`` describe the problems, and ``presentation`` prints the result.
 """
 

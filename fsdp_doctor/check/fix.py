@@ -91,7 +91,7 @@ def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
 def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
     """Returns the file's text with the setting's line changed or removed; None if the line cannot be edited.
 
-    Such a line contains a variable instead of the value, or also other settings.
+    A line that cannot be edited contains a variable instead of the value, or also other settings.
     """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")

@@ -176,7 +176,7 @@ class FsdpFramework(Framework, Generic[V]):
     def read_role(
         self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
     ) -> ModelReading:
-        """Reads the settings of a model under FSDP, for the given version ranges or for all relevant ones."""
+        """Reads the settings of a model under FSDP, for the given version ranges or for all relevant ranges."""
         uses = [
             make_use(
                 role,
@@ -272,7 +272,7 @@ def choose_backend(row: Setting | None, default: str) -> Chosen:
 
 
 def select_matching(ranges: Sequence[V], version: Version | None) -> list[V]:
-    """Selects the ranges that contain the version; all if no version is given. A pre-release counts as its release."""
+    """Selects the ranges that contain the version, or all without a version. A pre-release counts as its release."""
     if version is None:
         return list(ranges)
     return [item for item in ranges if SpecifierSet(item.versions).contains(version.base_version)]

@@ -118,7 +118,7 @@ def _render_scenario(use: Use) -> str:
 
 
 def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields each distinct line once, with the numbers of its table rows; a line that all rows have has no numbers."""
+    """Yields each distinct line once, with the numbers of its table rows; without numbers if all rows have the line."""
     counts = [len(_list_labels(use)) for use in uses]
     ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):

@@ -49,7 +49,7 @@ class Setting:
 class Settings:
     """Settings by key; later settings replace earlier ones. A value ``${a.b}`` refers to the value of ``a.b``.
 
-    ``replaced`` maps each key that one file sets to two different values to the earlier and the later setting.
+    ``replaced`` maps a key to its earlier and its later setting, if one file sets the key to two different values.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)
