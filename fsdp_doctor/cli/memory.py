@@ -68,8 +68,9 @@ class JobOptions:
     ] = False
 
     def select(self) -> Selected:
-        """Selects one scenario for each combination of the values, with the named methods. Raises as
-        SelectionOptions.select.
+        """Selects one scenario for each combination of the values, with the named methods.
+
+        Raises the same errors as SelectionOptions.select.
         """
         methods = self.method or ["full_tensors"]
         selected = SelectionOptions(
