@@ -92,7 +92,7 @@ def apply(framework: str) -> list[AppliedFix]:
 
 
 def apply_to_module(module: str, ids: Collection[str]) -> None:
-    """Applies the fixes with the given ids whose function is in a module. Raises as :func:`apply`."""
+    """Applies the fixes with the given ids whose function is in a module. Raises the same errors as :func:`apply`."""
     frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.module == module}
     for framework in sorted(frameworks):
         fixes = [fix for fix in choose_fixes(framework) if fix.id in ids]
@@ -101,7 +101,10 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def hold_fix(id: str) -> Iterator[AppliedFix]:
-    """Applies a fix until the block ends. A fix that was applied before stays applied. Raises as :func:`apply`."""
+    """Applies a fix until the block ends. A fix that was applied before stays applied.
+
+    Raises the same errors as :func:`apply`.
+    """
     was_applied = id in _applied
     fixes = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
     if not fixes:
