@@ -1,7 +1,7 @@
 """Collects the facts about this machine that a bug report needs, from an allow-list.
 
 The facts contain no user name, no host name unless it is requested, and no home directory, which is written as ``~``.
-Of the environment variables, they contain only those that change the behaviour of torch or NCCL.
+Only environment variables that change the behaviour of torch or NCCL are included.
 """
 
 from __future__ import annotations

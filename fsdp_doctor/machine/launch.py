@@ -1,4 +1,4 @@
-"""Ranks: reads this process's place among the processes that torchrun started, and starts ranks without torchrun."""
+"""Reads this process's place among the ranks that torchrun started, and starts ranks without torchrun."""
 
 from __future__ import annotations
 
