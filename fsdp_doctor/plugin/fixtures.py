@@ -65,7 +65,7 @@ class KeptScenarios:
         return self._trainers.pop(scenario, None)
 
     def keep(self, trainer: Trainer) -> None:
-        """Keeps a trainer. If there are too many, the oldest one is dropped."""
+        """Keeps a trainer. If there are too many, the oldest trainer is dropped."""
         if len(self._trainers) == _MOST_KEPT:
             del self._trainers[next(iter(self._trainers))]
         self._trainers[trainer.scenario] = trainer

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """The settings that the workers of one generation share: the workers of all ranks that are started together.
+    """The settings that the workers of one generation share. A generation is the workers started together on all ranks.
 
     generation: the number of the generation in this run of pytest.
     store_port: the port of the store on this node.
