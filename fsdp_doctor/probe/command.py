@@ -1,4 +1,4 @@
-"""The run of one rank: every rank supervises its worker; rank 0 also chooses the cases, and makes the report."""
+"""Runs ``fsdp-doctor probe`` on one rank, which supervises its worker process. Rank 0 also makes the report."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Deadline:
 class Deadlines:
     """The deadlines of one run. They grow with the slowest stage of the run so far.
 
-    test_timeout: the time limit of a test that sets one; it replaces ``limits.start``.
+    test_timeout: the time limit that a test sets, which replaces ``limits.start``; None if the test sets none.
     """
 
     def __init__(self, limits: Limits, *, test_timeout: float | None = None) -> None:
