@@ -157,7 +157,7 @@ class MergedReport:
 
     version: the version of fsdp-doctor that merged the reports.
     environments: sorted by device and version, the oldest first.
-    outcomes: distinct outcomes; several cases may share one.
+    outcomes: distinct outcomes; several cases may share an outcome.
     cases: sorted as they ran.
     """
 
@@ -202,7 +202,7 @@ def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
 
 
 def read_merged_dict(data: dict[str, Any]) -> MergedReport:
-    """Reads a merged report from JSON values. Raises KeyError or ValueError for anything else."""
+    """Reads a merged report from JSON values. Raises KeyError or ValueError for other values."""
     merged = msgspec.convert(data, MergedReport)
     for case in merged.cases:
         if len(case.outcomes) != len(merged.environments) or not all(
