@@ -452,7 +452,7 @@ class RankComparison:
             yield _make("gradients", "gradients", wrong, text)
 
     def _compare_later(self) -> Iterator[RunDifference]:
-        """Yields at most one difference: the first one after the first step."""
+        """Yields at most one difference: the first difference after the first step."""
         for was, now in zip(self._straight[self._at + 1 :], self._resumed[1:], strict=False):
             for name in ("weights", "state", "batches", "options_of", "schedulers", "scalers", "averages", "gradients"):
                 if (was.ended and name != "weights") or (now.ended and name != "weights"):

@@ -1,4 +1,4 @@
-"""Prepares the processes of the user's job for the emulated device, its frameworks and its random number generator.
+"""Prepares the user's job for the emulated device: the frameworks in it, and the device's random number generator.
 
 A framework saves only the generators of the devices that it knows, and no framework knows the emulated device. The
 state of the device's generator is therefore appended to the state of the CPU's generator. A program that saves and
@@ -82,7 +82,7 @@ class _AfterFrameworks:
 
 
 def _show_device(framework: str) -> None:
-    """Patches the framework so that it finds the emulated device; a probe of the framework patches it equally."""
+    """Patches the framework so that it finds the emulated device, in the same way as a probe of the framework."""
     from fsdp_doctor.frameworks.adapter import Shims
     from fsdp_doctor.frameworks.framework_worker import find_adapter
     from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
