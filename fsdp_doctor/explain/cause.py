@@ -110,7 +110,7 @@ _OF_TENSORS = re.compile(
 class FirstFailure:
     """The first failure that torchrun saw.
 
-    exit_code: the exit code of the process, negative for a signal; None if torchrun did not print one.
+    exit_code: the exit code of the process, negative for a signal; None if torchrun printed no exit code.
     """
 
     rank: int
@@ -252,8 +252,8 @@ class Explanation:
     dumps: the number of files that were dumps of a flight recorder.
     killed_for_memory: the place in the logs that tells of a process killed for lack of host memory; empty if there is
         none.
-    torch: the version of torch that the logs name; empty if they name none.
-    versions: the versions that the logs name of the packages for which there are fixes.
+    torch: the version of torch that the logs name; empty if the logs name no version.
+    versions: maps packages to the versions that the logs name.
     clues: the facts about the run that the logs show.
     """
 
@@ -289,7 +289,7 @@ class Explanation:
 
     @property
     def entry(self) -> KnownFailure | None:
-        """The entry of the catalogue that the failure certainly is; None if none is certain."""
+        """The entry of the catalogue that the failure certainly is; None if no entry is certain."""
         return self.matches[0].entry if self.grade == "known" else None
 
 
@@ -551,7 +551,7 @@ class _Logs:
 
 
 def _ask_of_hang(question: str) -> str:
-    """Returns the question of an entry. A question about the exception's place becomes one about the other ranks."""
+    """Returns the question of an entry, or a question about other ranks in place of ``ASK_FOR_PLACE``."""
     return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
 
 

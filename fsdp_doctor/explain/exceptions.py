@@ -505,8 +505,9 @@ class ExceptionReader:
 
 
 def _order_frames(frames: list[str]) -> list[str]:
-    """Returns frames that stood below an exception with the outermost first. They are reversed if the newest line of
-    the log comes first.
+    """Returns frames that stood below an exception, outermost frame first.
+
+    The frames are reversed if the newest line of the log comes first.
     """
     is_reversed = frames[-1].endswith("in <module>") or (
         _IN_PACKAGE.search(frames[0]) and not _IN_PACKAGE.search(frames[-1])

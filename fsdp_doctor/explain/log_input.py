@@ -189,7 +189,7 @@ class LogInput:
 
 
 def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the same bytes in parts at least as large as those read from a file."""
+    """Yields the same bytes in larger parts: all but the last have at least the size of a read from a file."""
     block = bytearray()
     for part in parts:
         block += part

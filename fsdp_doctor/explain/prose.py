@@ -236,7 +236,7 @@ def _shows(patterns: Sequence[str], text: str) -> bool:
 
 
 def _split(lines: Sequence[tuple[int, str]]) -> Iterator[_Sentence]:
-    """Yields the sentences of the prose. A sentence that goes on in the next line is one."""
+    """Yields the sentences of the prose. A sentence that goes on in the next line is yielded as one sentence."""
     joined: list[str] = []
     begin = last = 0
     for number, raw in lines:

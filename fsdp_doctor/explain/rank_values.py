@@ -31,7 +31,7 @@ def names_total(raw: str) -> bool:
 
 
 class ValueReader:
-    """Finds ranks whose values differ from those of the other ranks in the same message."""
+    """Finds ranks whose values differ from the values of the other ranks in the same message."""
 
     def __init__(self) -> None:
         self._totals: dict[str, _ByRank] = {}

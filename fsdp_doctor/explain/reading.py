@@ -40,7 +40,7 @@ def read_failure(
     told: str = "",
     around: Around | None = None,
 ) -> Reading | None:
-    """Returns the facts about one exception; None if neither its message nor its frames show any.
+    """Returns the facts about one exception; None if neither its message nor its frames show a fact.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.

@@ -63,7 +63,7 @@ class SaveReader:
         self._last_saved[name] = number
 
     def end(self) -> Found | None:
-        """Compares the ranks that began the last save with the ranks that ended it."""
+        """Returns the symptom that some ranks did not end the last save; None without it."""
         most = max(self._begun.values(), default=0)
         begun = [rank for rank in self._begun if self._begun[rank] == most]
         ended = [rank for rank in begun if self._ended[rank] == most]

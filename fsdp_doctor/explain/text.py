@@ -396,7 +396,7 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
 
 
 def make_command(entry: KnownFailure) -> str:
-    """Returns the command that reproduces the failure; empty if no case does."""
+    """Returns the command that reproduces the failure; empty if no case reproduces it."""
     if not entry.reproduced:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
