@@ -61,7 +61,10 @@ class Clock:
         return self.find_highest(time.perf_counter() - start)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Returns the peak of tensors' device memory during ``run`` minus the memory before; the highest of all ranks."""
+        """Returns how far the memory of tensors on the device rises during ``run``: the highest of all ranks.
+
+        On a CPU, returns None.
+        """
         if self._module is None:
             run()
             return None
