@@ -44,7 +44,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
 
     True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
     then other settings that determine how the models are trained, except the type of model. If none of these changes
-    is enough, returns the first change that a remedy names and that removes this remedy's failure.
+    is enough, returns the first change that the remedy of a failure names and that removes the failure.
 
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """

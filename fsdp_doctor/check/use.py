@@ -66,7 +66,10 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """Returns this use with other values on some axes, in its scenario and its cases, all for the same reason."""
+        """Returns this use with other values on some axes of its scenario and its cases.
+
+        because: the reason for all these values.
+        """
         if self.scenario is None or not values:
             return self
         by_name = {str(axis): value for axis, value in values.items()}

@@ -194,7 +194,7 @@ _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "
 
 
 class _AccelerateVersions(VersionRange, frozen=True, kw_only=True):
-    """Range of versions; ``offload_backend`` is the process group's backend with ``offload_params``."""
+    """Range of accelerate versions; ``offload_backend`` is the process group's backend under ``offload_params``."""
 
     offload_backend: Backend
 
