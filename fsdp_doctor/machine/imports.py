@@ -39,7 +39,7 @@ def import_before_forks() -> Iterator[None]:
 
     A fork cannot use CUDA if this process has a context. torchao and bitsandbytes, which transformers and peft import
     where they are installed, make a context when they are imported, because they ask for the properties of the devices.
-    On a machine with CUDA, both seem not to be installed in this block; a fork can import them.
+    On a machine with CUDA, this block makes torchao and bitsandbytes seem not installed; a fork can import them.
     """
     # Without this variable, torch.cuda.is_available() would initialize CUDA in this process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
