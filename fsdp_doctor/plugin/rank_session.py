@@ -198,7 +198,7 @@ class RankSession:
         """Runs a phase of a test and reports how it ended.
 
         undo: a function that reverts side effects of the phase, and returns the reason to retire this worker; empty if
-        there is none.
+            there is none.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         if call.excinfo is not None and self._shortens:
