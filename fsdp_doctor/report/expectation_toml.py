@@ -86,7 +86,7 @@ class _Box:
     values: Mapping[str, tuple[str, ...]]
 
     def join(self, other: _Box, dimension: str) -> _Box | None:
-        """Joins two boxes into one if they differ in only that dimension; else returns None."""
+        """Joins two boxes into one if they differ in no other dimension than ``dimension``; else returns None."""
         if any(self.values[name] != other.values[name] for name in _DIMENSIONS if name != dimension):
             return None
         if dimension == "rest" and "" in (*self.values["rest"], *other.values["rest"]):

@@ -322,7 +322,7 @@ def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
 
 
 def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: pathlib.Path) -> pathlib.Path:
-    """Makes an environment with the given requirements and those of fsdp-doctor. Returns its interpreter.
+    """Makes an environment with the given and fsdp-doctor's requirements. Returns the environment's interpreter.
 
     Raises CannotRun with uv's reason if the packages cannot be installed, and UsageError if uv is not installed.
     """
