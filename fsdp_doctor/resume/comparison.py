@@ -334,7 +334,7 @@ class RankComparison:
         return _make("options", symptom, [group], f"{text}: it is the rate of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
-        """Returns the state of the schedulers that both runs have: of the straight run, and of the resumed run.
+        """Returns the states of the schedulers that both runs have, as (straight run, resumed run).
 
         Keys that do not affect the learning rate are left out.
         """

@@ -5,9 +5,9 @@ tensors on a device, and on the emulated device, it also needs this package. It 
 into the job: an error of the recorder is written as the last line of the record.
 
 The record is a file of JSON lines, one for each step; ``records`` reads it. Steps are counted by the first optimizer
-that steps; a step of another optimizer belongs to the preceding step of the first. A line has the state before the
-step, the gradients, the generators at the first forward since the last step, and the batches that entered the model
-since the last step.
+that steps; a step of another optimizer belongs to the preceding step of the first optimizer. A line has the state
+before the step, the gradients, the generators at the first forward since the last step, and the batches that entered
+the model since the last step.
 """
 
 from __future__ import annotations
