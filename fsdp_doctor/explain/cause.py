@@ -659,7 +659,7 @@ def _is_earlier(raised: Raised, other: Raised) -> bool:
 
 
 def _sort_groups(groups: list[Group]) -> list[Group]:
-    """Sorts groups by time if all have one; otherwise in the order of the files and of their lines."""
+    """Sorts groups by time if every group has a time; otherwise in the order of the files and of their lines."""
     files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
     all_timed = all(group.first.time is not None for group in groups)
 

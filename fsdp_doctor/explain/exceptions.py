@@ -119,10 +119,10 @@ class Raised:
     swallowed: whether another exception was raised while this exception was being handled.
     follows: whether this exception was raised during the handling of an exception from which no program recovers.
     quoted: whether the exception is only quoted in prose, and was not raised where it stands.
-    cut: whether the traceback ends before its exception; the message then says only this.
+    cut: whether the log lacks the end of the traceback with its exception; ``message`` then says so.
     code: the line of code that raised the exception, as the log shows it below the innermost frame, or directly above a
         message without frames; empty if that line is only a ``raise`` or ``assert``.
-    chained: whether the exception before it, of the same source, was its direct cause.
+    chained: whether the previous exception of the same source was the direct cause of this exception.
     asserted: the line of code that raised the exception if it is an assertion; empty otherwise.
     code_of: maps frames to their lines of code, if the log shows them.
     """

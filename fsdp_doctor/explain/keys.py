@@ -57,7 +57,7 @@ def compare_keys(
 
 
 def _find_added(longer: Sequence[str], shorter: Sequence[str]) -> str:
-    """Finds the piece without which most of the longer names are the shorter names; empty if there is none."""
+    """Finds the piece whose removal turns most of the longer names into shorter names; empty if there is none."""
     known = set(shorter)
     pieces: Counter[str] = Counter()
     for name in longer:

@@ -77,9 +77,10 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
 
 
 def _find_ratio(a: int, b: int, fewest: int) -> str:
-    """Returns the number of ranks by which two sizes differ, with at most one padding element for each rank.
+    """Returns the number of ranks by which the smaller size must be multiplied to give the larger size.
 
-    Returns an empty text if no number of ranks explains the two sizes.
+    The product may differ from the larger size by one padding element for each rank. Returns an empty text if no
+    number of ranks explains the two sizes.
 
     fewest: the smallest shard that counts.
     """

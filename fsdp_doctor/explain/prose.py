@@ -159,7 +159,10 @@ class ProseReader:
         return None
 
     def _find_observation(self, sentences: Sequence[_Sentence], meant: Sequence[int], text: str) -> Reading | None:
-        """Reads the first observation that one of the meant sentences shows."""
+        """Returns the reading of the first observation that a sentence shows; None if none of them shows any.
+
+        meant: the indices of the sentences to search.
+        """
         for observation in _read_tables().observation:
             for at in meant:
                 if not _shows(observation.shown, sentences[at].text) or _shows(observation.unless, sentences[at].text):
@@ -176,7 +179,7 @@ class ProseReader:
     ) -> Reading:
         """Writes the possible causes of an observation, and the command that decides.
 
-        told: a clash to write instead of the observation's own; empty for the observation's own.
+        told: a contradiction to write instead of the observation's own; empty for the observation's own.
         """
         name = event.name if event is not None else ""
         names, causes = find_causes(
@@ -203,7 +206,7 @@ def is_prose(raw: str) -> bool:
 
 
 def _list_counts(text: str) -> dict[int, str]:
-    """Maps the numbers of ranks that a text names to their origin, and also their quotients.
+    """Maps possible numbers of ranks to where they come from: numbers in the text, and quotients of these numbers.
 
     A quotient may be the size of a dimension of the mesh.
     """
@@ -273,9 +276,9 @@ def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str])
 
 
 def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) -> JobEvent | None:
-    """Finds the event whose words come soonest behind a word such as "after".
+    """Finds the event whose words follow most closely behind a word such as "after".
 
-    If no event's words come behind such a word, finds the first event whose words are in the sentences at all.
+    If no event's words follow such a word, finds the first event whose words are in the sentences at all.
     """
     gaps = [min((_measure_gap(event, sentence.text) for sentence in sentences), default=_FAR) for event in events]
     if min(gaps, default=_FAR) < _FAR:

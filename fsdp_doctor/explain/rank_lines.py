@@ -17,7 +17,12 @@ _RANKS = ("rank", "local rank", "task")
 
 
 class Found(NamedTuple):
-    """A symptom: what does not fit, what decides, and the numbers of the lines that show it."""
+    """A symptom.
+
+    clash: the contradiction.
+    decide: the question or command that would lead to the cause.
+    numbers: the numbers of the lines that show the symptom.
+    """
 
     clash: str
     decide: str

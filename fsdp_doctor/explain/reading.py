@@ -69,8 +69,8 @@ def _read_clash(
 ) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, then a need of the call that failed, and then the form of the
-    traceback. Only a need with ``comes_first`` comes before the mechanism.
+    A mechanism that the message shows comes first, then the contract of the call that failed, and then the form of the
+    traceback. Only a contract with ``comes_first`` comes before the mechanism.
     """
     if raised.cut:
         return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
@@ -151,7 +151,7 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
 
 
 def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
-    """Adds to a symptom the causes that circumstances of the log suggest, and the sentences that compare."""
+    """Adds to a symptom the causes that the log suggests, and the log's sentences on where the job does not fail."""
     if symptom is None:
         return None
     names, causes = find_causes(around.text, symptom.subjects)

@@ -237,7 +237,10 @@ def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
-    """Reads an operation that C++ refused, by the line that called it."""
+    """Returns the contradiction and the deciding step for an operation that C++ refused; None for another failure.
+
+    code: the line that called the operation.
+    """
     if raised.type not in _OF_OPERATIONS or not code or _ANYWHERE.search(raised.message):
         return None
     clash = f"the operation `{shorten(code)}` in `{inside}` fails: {shorten(raised.message)}"
@@ -250,7 +253,7 @@ def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tu
 
 
 def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
-    """Reads an operation on tensors that C++ refused in a line of the job itself."""
+    """Returns the same as ``_read_operation``, for an operation on tensors that a line of the job itself called."""
     frame = raised.frames[-1]
     code = raised.code_of.get(frame, "")
     if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):

@@ -10,7 +10,7 @@ from fsdp_doctor.explain.tables import read_table, shows_any
 
 
 class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Subject of a message. ``topics.toml`` explains the fields."""
+    """A subject of a message. ``topics.toml`` explains the fields."""
 
     noun: str
     shown: tuple[str, ...]
