@@ -377,7 +377,8 @@ def find_fix_command(
 ) -> str:
     """Returns the command that runs a job with the fix for a known failure, and the releases for which it works.
 
-    Empty if there is no fix. The command for a framework may name fixes for the libraries whose functions it calls.
+    Returns an empty text if there is no fix. The command for a framework may name fixes for the libraries whose
+    functions it calls.
 
     mends: the short code of the failure, such as FD001.
     framework: the distribution of the job's framework; None if it is not known.

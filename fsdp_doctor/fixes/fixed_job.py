@@ -108,7 +108,7 @@ class FixedJobRun:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of ``fsdp-doctor fix``: 3 if a fix was refused, otherwise the job's own if it is not 0.
+        """The exit code of ``fsdp-doctor fix``: 3 if a fix was refused, otherwise the job's exit code if it is not 0.
 
         After a job that ended with 0: 3 if no fix was called; 1 if a rank never called a fix or sent tensors that
         differ from the model; otherwise 0.

@@ -78,7 +78,7 @@ def load_sharded_optimizer(
     adapter_only: bool = False,
     **options: Any,
 ) -> Any:
-    """Replaces ``load_fsdp_optimizer``, which before the first step loads nothing.
+    """Replaces ``load_fsdp_optimizer``, which loads nothing before the optimizer's first step.
 
     The original loads only into state that the optimizer already has, so the replacement first makes empty state.
     """

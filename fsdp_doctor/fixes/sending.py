@@ -28,7 +28,7 @@ def choose_bucket_bytes(infos: Mapping[str, WeightInfo], dtype: torch.dtype | No
 
 
 def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Lists the names that belong to buffers. The model's own name of a buffer may have more parts, as of a wrapper."""
+    """Lists the names that belong to buffers. A name may lack the first parts of the buffer's name in the model."""
     buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
     return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]
 
