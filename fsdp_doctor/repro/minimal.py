@@ -255,7 +255,7 @@ class _Script:
 
     @property
     def _made_as(self) -> tuple[str, str, str]:
-        """The parameter of ``build``, its value for the run that is saved, and its value for the model that loads."""
+        """(parameter of ``build``, its value for the run that is saved, its value for the model that loads)."""
         if self.case.scenario.init.is_meta:
             return "device", '"cpu"', '"meta"'
         if self.case.scenario.checkpoint is CheckpointFit.FP32:
