@@ -156,7 +156,7 @@ def of_accelerate(shape: str) -> int:
 
 
 def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
-    """Returns the estimate of FSDPMemTracker over two steps, as in its own test.
+    """Returns the estimate of FSDPMemTracker over two steps, as in torch's test of it; empty if FSDPMemTracker raises.
 
     The optimizer state is created in the first step.
     """

@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as its name describes it."""
+    """A job, as the job's name in the file of ledgers describes it."""
 
     model: str
     layers: int | None

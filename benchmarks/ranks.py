@@ -16,7 +16,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,e
 
 
 def join_group(device: str) -> None:
-    """Sets this rank's device and makes the default process group. device: one of BACKENDS."""
+    """Sets this rank's device and makes the default process group.
+
+    device: a key of BACKENDS.
+    """
     if device == "emulated":
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     if device != "cpu":

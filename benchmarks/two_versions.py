@@ -102,7 +102,10 @@ def main() -> None:
 
 
 class Clock:
-    """A clock that starts when all ranks are ready. device: the type of the ranks' device."""
+    """A clock that starts when all ranks are ready.
+
+    device: the type of the ranks' device.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device

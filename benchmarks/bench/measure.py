@@ -43,7 +43,10 @@ class Timing:
 
 
 class Clock:
-    """A clock for all ranks. Every rank must measure the same calls in the same order. device: this rank's device."""
+    """A clock for all ranks. Every rank must measure the same calls in the same order.
+
+    device: this rank's device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

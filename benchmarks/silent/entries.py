@@ -33,7 +33,10 @@ ERRORS: dict[str, Published] = {}
 def publish(
     source: str, mended_by: str = "", *, names: tuple[str, ...], about: str = "", first_run: str = ""
 ) -> Callable[[_Defined], _Defined]:
-    """Makes a class or a function an entry of the benchmark. about: by default, the first line of its docstring."""
+    """Makes a class or a function an entry of the benchmark.
+
+    about: a description of the error; empty for the first line of the docstring.
+    """
 
     def enter(defined: _Defined) -> _Defined:
         name = defined.__name__

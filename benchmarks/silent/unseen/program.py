@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 class Unseen(Program):
     """A program with an error, or without it if ``mended`` is set. Its files are judged.
 
-    left and right: directories or files below the program's own; ``right`` has the values that ``left`` must have.
+    left, right: directories or files in the program's directory; ``right`` has the values that ``left`` must have.
     """
 
     command = "checkpoint verify"

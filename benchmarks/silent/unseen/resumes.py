@@ -1,6 +1,6 @@
-"""The two of the ten errors that only a resumed run shows: ``resumes.py NAME --dir DIR [--mended] [--resume]``.
+"""The two unseen programs whose errors only a resumed run shows: ``resumes.py NAME --dir DIR [--mended] [--resume]``.
 
-It runs as a user's job, outside of this package.
+This file runs as a user's job, outside of this package.
 """
 
 from __future__ import annotations
