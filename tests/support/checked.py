@@ -22,7 +22,7 @@ FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
 def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
-    """Checks for every version of torch and, unless one is given, of the framework, whatever is installed."""
+    """Checks for every version of torch, and for the given or every version of the framework, whatever is installed."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world, torch_version="all")
 

@@ -175,7 +175,7 @@ def repeat_keys_of_heads(tensor: torch.Tensor) -> None:
 
 
 def repeat_heads(tensor: torch.Tensor) -> None:
-    """Copies a key head and a value head over the next heads, as for more groups of queries."""
+    """Copies a key head and a value head over the next head of its kind."""
     tensor[80:96], tensor[112:] = tensor[64:80].clone(), tensor[96:112].clone()
 
 

@@ -173,7 +173,7 @@ def this_device() -> torch.device:
 
 
 def accelerator() -> Any:
-    """Returns the device's module."""
+    """Returns the device's module, such as ``torch.cpu``."""
     return torch.get_device_module(device_type())
 
 
