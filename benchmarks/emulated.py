@@ -24,7 +24,7 @@ _HALF = ("--strategy", "fsdp2")
 
 
 def build_seconds() -> float:
-    """Returns the seconds of an import with an empty cache, minus those of an import with the filled cache."""
+    """Returns the seconds of an import with an empty cache, minus the seconds of an import with the filled cache."""
     with tempfile.TemporaryDirectory() as cache:
         return _import_seconds(cache) - _import_seconds(cache)
 

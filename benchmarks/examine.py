@@ -2,9 +2,9 @@
 
 python benchmarks/examine.py [--device emulated] [--parameters 100000] [--per-module 10]
 
-Every parameter is a real one of fully_shard, sharded over a mesh of one rank. Building them takes minutes and is not
-timed. AdamW has three more tensors for each parameter. Under CPUOffloadPolicy, examine also checks whether each
-parameter is pinned.
+Every parameter is sharded by fully_shard over a mesh of one rank. Building the model takes minutes and is not timed.
+AdamW has three more tensors for each parameter. Under CPUOffloadPolicy, examine also checks whether each parameter is
+pinned.
 """
 
 from __future__ import annotations

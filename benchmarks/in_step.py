@@ -1,4 +1,4 @@
-"""Measures the cost per bucket of ``full_tensors(in_step=True)``. Extractions with and without it take turns.
+"""Measures the cost per bucket of ``full_tensors(in_step=True)``. Extractions with and without ``in_step`` take turns.
 
 torchrun --nproc-per-node 2 benchmarks/in_step.py [--device cuda] [--layers 64] [--bucket-mib 64]
 """

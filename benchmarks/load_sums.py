@@ -1,4 +1,4 @@
-"""Measures a load that compares the checksums of its save, relative to the same load without, from the page cache.
+"""Measures a load from the page cache that compares the checksums of the save, relative to the same load without them.
 
 torchrun --nproc-per-node 2 benchmarks/load_sums.py [--device cuda --hidden 2560]
 

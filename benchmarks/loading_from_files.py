@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 benchmarks/loading_from_files.py [--device cuda --hidden 2560] [--chunk-mib 2,4,8,16]
 
 The model has the shape of Qwen3-4B. ``plain``: as many threads as in a load read as many bytes of the file into
-existing memory, each its own part. ``bare``: they read into pinned chunks, which each thread sends to the device. Times
+existing memory, each its own part. ``bare``: the threads read into pinned chunks, and send them to the device. Times
 are medians of the slowest rank in milliseconds. ``processor`` is the time of all threads of rank 0; ``before reading``
 and ``in all`` are times of its main thread. If other programs share the processors, only processor times can be
 compared.

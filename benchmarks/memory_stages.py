@@ -97,7 +97,7 @@ class ShapeTrainer(Trainer):
 def measured(
     model: Model, steps: list[TrainingSize], at: Runtime
 ) -> tuple[list[StageMemory], dict[str, dict[str, int]]]:
-    """Measures the ledgers and the estimates of a model's steps. Every rank must call it."""
+    """Measures the ledgers and the estimates of a model's steps. Every rank must call this function."""
     scenario = model.scenario
     at.training, ShapeTrainer.shape = steps[0], model.shape
     watch = StageWatch(model.job(steps[0]), at.rank, at.device)
@@ -156,7 +156,7 @@ def of_accelerate(shape: str) -> int:
 
 
 def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
-    """Returns the estimate of FSDPMemTracker over two steps, as in its own test.
+    """Returns the estimate of FSDPMemTracker over two steps, as in torch's test of it; empty if FSDPMemTracker raises.
 
     The optimizer state is created in the first step.
     """

@@ -32,7 +32,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as its name describes it."""
+    """A job, as the job's name in the file of ledgers describes it."""
 
     model: str
     layers: int | None
@@ -46,8 +46,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Compared:
-    """The predicted and measured bytes of one stage: those of the exact classes, those at its peak, and those on the
-    host.
+    """The predicted and the measured bytes of one stage.
+
+    held: the bytes of the exactly known classes.
+    peak: the bytes at the peak of the device.
+    host: the bytes on the host.
     """
 
     job: str

@@ -16,7 +16,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,e
 
 
 def join_group(device: str) -> None:
-    """Sets this rank's device and makes the default process group. device: one of BACKENDS."""
+    """Sets this rank's device and makes the default process group.
+
+    device: a key of BACKENDS.
+    """
     if device == "emulated":
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     if device != "cpu":
@@ -26,7 +29,7 @@ def join_group(device: str) -> None:
 
 @contextlib.contextmanager
 def make_shared_directory(parent: str | None) -> Iterator[pathlib.Path]:
-    """Makes a directory for all ranks, which rank 0 removes when all have left the block."""
+    """Makes a directory for all ranks, which rank 0 removes when all ranks have left the block."""
     name = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:

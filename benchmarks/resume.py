@@ -1,4 +1,4 @@
-"""Measures the time that the recorder of ``fsdp-doctor resume`` adds to a training step, and that of its heap search.
+"""Measures the time that the recorder of ``fsdp-doctor resume`` adds to a step, also to steps that search the heap.
 
 python benchmarks/resume.py [--device cuda] [--layers 8] [--width 1024]
 """

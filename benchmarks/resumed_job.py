@@ -3,9 +3,9 @@
 fsdp-doctor resume --resume '--resume {dir}/checkpoint-{n}' -- \\
     torchrun --nproc-per-node 2 benchmarks/resumed_job.py --directory {dir} --after {n}
 
-The expected answer is "the same run", exit code 0. With ``--attention flash`` the gradients may differ between two runs
-of the same command, and the answer may also be "a run that does not repeat itself", exit code 3. With ``--forget`` the
-job resumes without a part of its state, and the expected answer is "another run", exit code 1.
+The expected verdict is ``same``, exit code 0. With ``--attention flash`` the gradients may differ between two runs of
+the same command, and the verdict may also be ``not repeatable``, exit code 3. With ``--forget`` the job resumes without
+a part of its state, and the expected verdict is ``wrong``, exit code 1.
 """
 
 from __future__ import annotations

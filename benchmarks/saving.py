@@ -5,10 +5,10 @@ torchrun --nproc-per-node 2 benchmarks/saving.py --directory /dev/shm [--device 
 The model has layers of a square and two oblong matrices in bfloat16, under FSDP2. ``plain``: each rank writes its share
 of the same files from memory in pieces of 8 MiB, one thread for each file, and then calls fsync. ``save``:
 ``save_full_tensors``, with its checksums. ``dcp``: ``torch.distributed.checkpoint.save``, which does not write the
-Hub's format. ``gather``: ``full_tensors`` to rank 0, and its ``save_file``.
+Hub's format. ``gather``: ``full_tensors`` to rank 0, which calls ``save_file``.
 
-All take turns, ``--repeat`` times. Times are those of the slowest rank. ``processor`` is the sum of all ranks'
-processor seconds, which other programs on the machine affect least.
+The ways take turns, ``--repeat`` times. Times are of the slowest rank. ``processor`` is the sum of all ranks' processor
+seconds, which other programs on the machine affect least.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures the processor time of starting the program, as a multiple of that of an empty program with typer and rich.
+"""Measures the processor time of starting the program, relative to an empty program with typer and rich.
 
 python benchmarks/start.py
 """

@@ -1,4 +1,4 @@
-"""Measures full_tensors of this version and of another one in the same processes, in turn, on the same sharded model.
+"""Measures full_tensors of this version and of another version, in turn, in the same processes on the same model.
 
     git archive COMMIT fsdp_doctor | tar x -C DIRECTORY
     torchrun --nproc-per-node 2 benchmarks/two_versions.py DIRECTORY [--hidden 2560] [--repeat 15]
@@ -102,7 +102,10 @@ def main() -> None:
 
 
 class Clock:
-    """A clock that starts when all ranks are ready. device: the type of the ranks' device."""
+    """A clock that starts when all ranks are ready.
+
+    device: the type of the ranks' device.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -11,8 +11,8 @@ CUDA IPC or, on the emulated device, through shared memory.
 - ``first`` is the time of the first call; the other times are medians of the later calls. Each call counts with the
   time of the slowest rank. GB/s are computed from the sent bytes.
 - ``+MiB`` is a rank's peak of device memory, without the memory allocated before and without the receiver's memory.
-- ``link`` gives the least possible times: in which the ranks gather the same bytes from device memory, and in which
-  they copy their shards of these bytes from pinned memory.
+- ``link`` gives the least possible times in which the ranks gather the same bytes from device memory, and copy their
+  shards of these bytes from pinned memory.
 
 The model has the named shape and random weights, and has trained a step. The tensors of the two senders are compared
 with each other, and the receiver's tensors with the sent tensors.
@@ -412,7 +412,7 @@ class Row:
 
 
 class FailedCall(Exception):
-    """Raised on every rank if a call has raised on any."""
+    """Raised on every rank if a call has raised on any rank."""
 
 
 def describe(error: Exception) -> str:

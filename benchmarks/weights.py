@@ -11,10 +11,11 @@ device memory. The model has the named shape and random weights. An option with 
 commas.
 
 - ``first ms`` is the first call, which makes the plan; ``ms`` is the median of the later calls.
-- ``of ceiling`` is the least time that the limiting link needs, divided by the measured time. For an extraction, the
-  link is the one from the host if the shards are there, otherwise the all-gather. For pageable memory, its bandwidth is
-  that of plain copies, which threads can exceed. For a load, it is the link from the host to the device; for shards on
-  the host, copies within the host; for files, at most the rate at which threads read from the page cache.
+- ``of ceiling`` is the least time that the limiting link needs, divided by the measured time. The limiting link of an
+  extraction is the link from the host if the shards are there, otherwise the all-gather. The bandwidth from pageable
+  memory is measured with plain copies, which threads can exceed. The limiting link of a load is the link from the host
+  to the device; for shards on the host, copies within the host; for files, at most the rate at which threads read from
+  the page cache.
 - ``x torch`` is the time of torch's broadcast from rank 0 with the same source, divided by the measured time.
 - ``peak extra MiB`` is the peak minus the memory before the call; it includes the one tensor that a consumer holds.
 
@@ -192,7 +193,7 @@ def start_ranks(nproc: int) -> None:
 
 
 def report_unmeasured(asked: BenchOptions, result: BenchResult) -> None:
-    """Prints the named methods that were not measured. Raises CannotRun if none was."""
+    """Prints the named methods that were not measured. Raises CannotRun if no method was measured."""
     measured = {(row.scenario, row.method) for row in result.measured}
     wanted = itertools.product(asked.scenarios, asked.methods)
     missing = [f"{scenario.id}/{method}" for scenario, method in wanted if (scenario, method) not in measured]

@@ -1,19 +1,21 @@
-"""Diagnose FSDP offload and weight extraction: which combination crashes, hangs, dies, leaks or lies.
+"""Diagnoses FSDP offload and weight extraction: finds what crashes, hangs, leaks memory or gives wrong values.
 
 The command line is ``fsdp-doctor``. The library:
 
 :func:`full_tensors`            extracts full tensors from a sharded model, in every scenario of the matrix
-:func:`full_state_dict`         extracts them as one state dict; :func:`weights_info` describes it without a gather
-:func:`local_shards`            each rank's shards without a gather
-:func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
-:func:`save_full_tensors`       saves a sharded model as files of the Hub, each rank its own rows;
-                                :func:`save_optimizer_state` its optimizer
-:func:`fingerprint`             128 bits for each tensor, which show whether a receiver has the same weights
-:func:`unchanged`               a context that raises if code that moves weights changes their values
-:func:`read_hub_view`           maps each tensor of the Hub to a part of a tensor of the model
-``engines``                     weights in the form that an inference engine takes
+:func:`full_state_dict`         extracts full tensors as one state dict
+:func:`weights_info`            describes the tensors of this state dict without a gather
+:func:`local_shards`            extracts each rank's own shards without a gather
+:func:`load_full_tensors`       loads full tensors into a sharded model
+:func:`load_optimizer_state`    loads the state of the model's optimizer
+:func:`save_full_tensors`       saves a sharded model as files of the Hub; each rank writes its own rows
+:func:`save_optimizer_state`    saves the state of the model's optimizer
+:func:`fingerprint`             computes 128 bits for each tensor, which show whether a receiver has the same weights
+:func:`unchanged`               raises if the code in its context changes the values of weights
+:func:`read_hub_view`           maps each tensor of a Hub checkpoint to a part of a tensor of the model
+``engines``                     gives weights in the form that an inference engine takes
 :func:`examine`                 lists the devices of a live model's tensors, and finds problems
-:func:`measure_memory`          the memory that a live job holds
+:func:`measure_memory`          measures the memory that a live job holds
 :func:`promises`                declares the contract of an extraction function for ``--method module:function``
 
 Importing this package imports nothing else. Access to any of these names except ``promises`` imports torch.
@@ -150,5 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, too, for the completion of an interactive Python."""
+    """Lists the module's own names and the public names, so that an interactive Python can complete both."""
     return sorted({*globals(), *__all__})

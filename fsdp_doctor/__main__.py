@@ -1,4 +1,4 @@
-"""``python -m fsdp_doctor``, also under ``torchrun -m fsdp_doctor``."""
+"""Runs the command for ``python -m fsdp_doctor``, also under ``torchrun -m fsdp_doctor``."""
 
 from fsdp_doctor.cli.app import main
 

@@ -50,7 +50,7 @@ def find_main_thread(stack: str) -> list[str]:
     """Finds the main thread in the stacks of all threads, and returns its lines, innermost frame first.
 
     faulthandler labels the main thread as the current thread, unless a thread without a Python frame received the
-    signal. In this case the main thread is the last in the list.
+    signal. In this case the main thread is the last thread of ``stack``.
     """
     *others, last = re.split(r"^(?=(?:Current thread|Thread) )", stack, flags=re.MULTILINE)
     return next((thread for thread in others if thread.startswith("Current")), last).strip().splitlines()

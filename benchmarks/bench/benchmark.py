@@ -50,7 +50,7 @@ _OURS, _BROADCAST, _ = LOADS
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Measures everything that the options name. Every rank must call it.
+    """Measures everything that the options name. Every rank must call this function.
 
     Raises UsageError for a method that needs other arguments than a model and a device.
     """
@@ -134,7 +134,7 @@ class _Model:
 
 
 def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Yields the result of each extraction method. Every rank must exhaust it."""
+    """Yields the result of each extraction method. Every rank must exhaust the iterator."""
     model, scenario, clock = sharded.model, sharded.scenario, sharded.clock
     arguments = MethodArguments(model=model, device=clock.device)
     there = list_extractions(scenario)
@@ -208,7 +208,7 @@ def _compute_least_extraction_seconds(sharded: _Model, links: Links) -> float | 
 
 
 def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Yields the result of each load method. Every rank must exhaust it."""
+    """Yields the result of each load method. Every rank must exhaust the iterator."""
     scenario, clock = sharded.scenario, sharded.clock
     full_bytes = sum(spec.numel * spec.dtype.itemsize for spec in sharded.tensors)
     tensors = _make_full_tensors(sharded.tensors, clock.device)
@@ -246,7 +246,7 @@ def _compare_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
 def _compute_least_load_seconds(
     source: BenchSource, scenario: Scenario, links: Links, full: float, shards: float
 ) -> float | None:
-    """Returns the seconds that the limiting link needs; None if there is none, as between the memories of two hosts.
+    """Returns the seconds that the limiting link needs; None if no measured link limits the load.
 
     full: the bytes of all full tensors.
     shards: the bytes of the shards on the rank that has the most.

@@ -43,7 +43,10 @@ class Timing:
 
 
 class Clock:
-    """A clock for all ranks. Every rank must measure the same calls in the same order. device: this rank's device."""
+    """A clock for all ranks. Every rank must measure the same calls in the same order.
+
+    device: this rank's device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +64,10 @@ class Clock:
         return self.find_highest(time.perf_counter() - start)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Returns the peak of tensors' device memory during ``run``, minus that before; the highest of all ranks."""
+        """Returns how far the memory of tensors on the device rises during ``run``: the highest of all ranks.
+
+        On a CPU, returns None.
+        """
         if self._module is None:
             run()
             return None
@@ -79,7 +85,7 @@ class Clock:
         return float(number.item())
 
     def time_runs(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
-        """Times ``once``.
+        """Times ``once``, and calls ``restore`` after each run.
 
         The first run is timed separately, a second run measures memory, and the further runs are timed.
         """
@@ -114,7 +120,7 @@ class Clock:
 class Links:
     """The bandwidths of one rank in bytes per second, while all ranks do the same; None if there is no such link.
 
-    all_gather: counts the bytes that a rank receives.
+    all_gather: the bytes that a rank receives in an all-gather.
     host_copy: copies within the host's memory, by the threads of a load; measured only for loads.
     page_cache: reads from a file in the page cache, by the same threads; measured only for loads.
     """
@@ -129,7 +135,10 @@ class Links:
 
 
 def measure_links(clock: Clock, nbytes: int, direction: Direction) -> Links:
-    """Measures the links. Every rank must call it. nbytes: the size of each copy, and of the gathered tensor."""
+    """Measures the links. Every rank must call this function.
+
+    nbytes: the size of each copy, and of the gathered tensor.
+    """
     links = Links(all_gather=_measure_all_gather(clock, nbytes))
     if clock.device.type != "cpu":
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=clock.device).random_()

@@ -44,11 +44,11 @@ class BenchOptions:
     """The options of a benchmark, which runs each method on each scenario and dtype.
 
     model: a named shape, or a directory with a config.json.
-    layers: replaces the model's own number of layers.
+    layers: the number of layers; None for the model's own number.
     dtypes: values of DTYPES; ``fp32:bf16`` means fp32 shards that are yielded as bf16.
     bucket_bytes: extractions are measured with each size, loads only with the first; None means the default.
     methods: values of EXTRACTIONS or LOADS, or the user's own module:function for an extraction; empty for all.
-    sources: the sources of a load.
+    sources: the places of the full tensors of a load.
     """
 
     direction: Direction
@@ -66,7 +66,7 @@ class BenchOptions:
 def list_scenarios(
     strategies: Iterable[str], offloads: Iterable[str], stagings: Iterable[str], pinnings: Iterable[str]
 ) -> tuple[Scenario, ...]:
-    """Returns the combinations that can be built. Staged ones are left out if they have nothing to move."""
+    """Returns the combinations that can be built, without staged scenarios that have nothing to move."""
     names = ("strategy", "offload", "staging", "pinning")
     combined = (
         make_scenario(dict(zip(names, values, strict=True)))
@@ -80,7 +80,7 @@ def list_scenarios(
 
 
 def list_extractions(scenario: Scenario) -> tuple[str, ...]:
-    """Returns the methods to measure in a scenario, without those that are known to unshard nothing in it.
+    """Returns the methods to measure in a scenario, without methods that are known to unshard nothing there.
 
     FSDP2 ignores summon_full_params, and torch cannot unshard tensors that a manual offload has moved to the host.
     """

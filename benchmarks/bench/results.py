@@ -24,7 +24,7 @@ class Measured:
     timing: the timing of the slowest rank, with the highest peak of all ranks; the CPU has no peak.
     full_bytes: the bytes of all full tensors, each counted once.
     ratio: the least seconds that the limiting link needs for the bytes, divided by the measured seconds.
-    bucket_bytes: the given size; None for the default.
+    bucket_bytes: the given size of a bucket; None for the default.
     source: the place of the full tensors of a load.
     times_torch: the seconds of torch's broadcast from rank 0 with the same source, divided by this method's seconds.
     """

@@ -1,4 +1,4 @@
-"""A model with the shape of a real one, sharded and filled with numbers on each rank."""
+"""Shards a model with the shape of a real model, and fills it with random numbers on each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def shard_model(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
     """Shards a model that is on the meta device, fills it with numbers, and offloads it if the scenario does.
 
-    The model is not staged. Every rank must call it.
+    The model is not staged. Every rank must call this function.
     """
     device = find_device(mesh.device_type)
     if scenario.version == 2:

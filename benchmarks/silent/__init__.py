@@ -1,1 +1,1 @@
-"""A benchmark of silent errors: published ones, and clean programs beside them. ``python -m benchmarks.silent``."""
+"""A benchmark of published silent errors, and of clean programs beside them: ``python -m benchmarks.silent``."""

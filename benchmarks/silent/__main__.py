@@ -1,8 +1,9 @@
 """Runs fsdp-doctor over published silent errors, and over clean programs: ``python -m benchmarks.silent [NAME]...``.
 
-Each error is a program with one function replaced, and each is judged by a command or a function of fsdp-doctor, which
-is told nothing of it. An error is found if the finding names the tensor or the value that is wrong. Exit code 0: no
-clean program has a finding; 1: one has; 3: a program could not run. The table says which errors are missed.
+Each error is a program with one function replaced. A command or a function of fsdp-doctor judges the program, and is
+told nothing of the error. An error is found if the finding names the tensor or the value that is wrong. Exit code 0: no
+clean program has a finding; 1: a clean program has a finding; 3: a program could not run. The table says which errors
+are missed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _EXIT_FALSE_ALARM, _EXIT_COULD_NOT_RUN = 1, 3
 
 
 class Row(NamedTuple):
-    """finding: what the command said, or nothing. failed: why there is no answer."""
+    """The outcome of one program.
+
+    finding: the findings of the command; empty without a finding.
+    failed: the reason why there is no answer; empty if there is an answer.
+    """
 
     name: str
     command: str
@@ -49,7 +54,7 @@ class Row(NamedTuple):
         return "found" if self.find_word() else "missed"
 
     def find_word(self) -> str:
-        """Returns the first of the expected words that the finding has."""
+        """Returns the first of the expected words that the finding has; empty if it has none."""
         return next((word for word in ERRORS[self.name].names if word in self.finding), "")
 
 
@@ -117,7 +122,7 @@ def _write_table(rows: list[Row]) -> Iterator[str]:
 
 
 def _write_link(address: str) -> str:
-    """Writes an address of GitHub as ``repository#number``, and any other as it is."""
+    """Writes the address of a GitHub issue as a link named ``repository#number``, and any other address as it is."""
     parts = address.removeprefix("https://github.com/").split("/")
     return f"[{parts[1]}#{parts[3]}]({address})" if len(parts) == 4 else address
 
@@ -163,7 +168,7 @@ def _run_on_ranks(is_chosen: Callable[[str], bool]) -> Iterator[Row]:
 
 
 def _list_damages(report: dict[str, Any]) -> Iterator[str]:
-    """Lists what a report of ``checkpoint verify`` calls damage: the tensor, and what is wrong with it."""
+    """Lists the damages in a report of ``checkpoint verify``, each as the tensor or file, and what is wrong with it."""
     for finding in report["findings"]:
         if finding["severity"] == "damage":
             yield f"{finding.get('tensor', finding.get('file', ''))}: {finding['what']}"

@@ -1,4 +1,4 @@
-"""Entries: what each published error and each clean program says of itself."""
+"""The published errors of the benchmark, and the decorator that adds one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ _Defined = TypeVar("_Defined", bound=Callable[..., Any])
 class Published(NamedTuple):
     """A published error.
 
-    source: the address of the issue or pull request that reports it. mended_by: that of the change that mended it,
-    or nothing. names: words of which the finding must have one: the tensor or the value that is wrong. first_run: of an
-    error by somebody who had not seen fsdp-doctor's code, the outcome before anything was changed for it.
+    source: the address of the issue or pull request that reports the error.
+    mended_by: the address of the change that mended the error; empty if there is none.
+    names: words for the tensor or the value that is wrong, of which the finding must have one.
+    first_run: the outcome before fsdp-doctor was changed for the error, if its author had not seen fsdp-doctor's code;
+        empty for any other error.
     """
 
     name: str
@@ -31,7 +33,10 @@ ERRORS: dict[str, Published] = {}
 def publish(
     source: str, mended_by: str = "", *, names: tuple[str, ...], about: str = "", first_run: str = ""
 ) -> Callable[[_Defined], _Defined]:
-    """Makes a class or a function an entry of the benchmark. about: by default, the first line of its docstring."""
+    """Makes a class or a function an entry of the benchmark.
+
+    about: a description of the error; empty for the first line of the docstring.
+    """
 
     def enter(defined: _Defined) -> _Defined:
         name = defined.__name__

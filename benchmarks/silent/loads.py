@@ -42,7 +42,7 @@ class Load(Training):
         )
 
     def before_load(self) -> None:
-        """Does nothing in a job that loads first."""
+        """Runs what the job does before the load: nothing, unless a subclass overrides this method."""
 
     def load(self, file: pathlib.Path) -> None:
         own = self.model.state_dict()
@@ -122,7 +122,7 @@ class MissingKeyIsNotReported(Load):
 
 
 class CheckedLoad(Load):
-    """Loads after a first forward, and asks examine before the next one."""
+    """Loads after a first forward, and calls examine before the next forward."""
 
     command = "examine"
 

@@ -1,4 +1,4 @@
-"""The model that the programs train: two blocks with a buffer that training changes, and experts if asked."""
+"""The model that the programs train: two blocks, each with a buffer that training changes, and experts if requested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Experts in one tensor for each of their matrices."""
+    """Experts whose matrices are stacked: one tensor has the same matrix of all experts."""
 
     def __init__(self, number: int, width: int, inner: int) -> None:
         super().__init__()

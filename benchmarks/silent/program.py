@@ -1,4 +1,4 @@
-"""Programs of the benchmark on two ranks, and what was found in them."""
+"""The base classes of the benchmark's programs, which run on two ranks and collect findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Program:
         self.findings += map(str, findings)
 
     def commands(self) -> list[list[str]]:
-        """Lists the commands of ours to run when the program has ended."""
+        """Lists the arguments of the fsdp-doctor commands to run when the program has ended."""
         return []
 
     def run(self) -> None:

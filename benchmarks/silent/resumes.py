@@ -1,4 +1,4 @@
-"""Published errors of a resume: the programs that the tests of ``fsdp-doctor resume`` have, and two unseen ones."""
+"""Published errors of a resume: the programs in the tests of ``fsdp-doctor resume``, and two unseen programs."""
 
 from __future__ import annotations
 

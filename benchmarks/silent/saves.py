@@ -59,7 +59,7 @@ class ExpertsOfOneGroupAreSaved(ExpertGroups):
 
 
 class AsyncSave(Training):
-    """Saves in a thread while the training goes on, and compares the file with the weights of the save."""
+    """Saves in a thread while the training goes on, and compares the file with the weights that the save began with."""
 
     command = "fingerprints"
 

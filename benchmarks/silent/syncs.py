@@ -180,7 +180,7 @@ class TieIsLost(Sync):
 
 
 class FusedSync(Sync):
-    """Sends to an engine that has the gate and the projection up in one tensor for each of two ranks."""
+    """Sends to an engine of two ranks, each of which has its parts of the gate and the projection up in one tensor."""
 
     def fuse(self, gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
         gates, ups = gate.chunk(2), up.chunk(2)
@@ -219,7 +219,7 @@ class ExpertsOfAnotherRank(Sync):
 
 
 class Guarded(Training):
-    """Wraps what must not change a weight into ``unchanged``."""
+    """Runs code that must not change a weight within ``unchanged``."""
 
     command = "unchanged"
 

@@ -1,7 +1,7 @@
-"""``fsdp-doctor bundle``: writes a bug report in one file, without anything private. It does not import torch.
+"""Makes the bug report of ``fsdp-doctor bundle``: one file, without private text. The package does not import torch.
 
-``command_run`` runs a command and takes the stacks of its ranks. ``evidence`` gathers texts. ``redaction`` replaces
-private text in all of them by the rules in private_text.toml. ``issue`` writes issue.md and the zip file.
+``command_run`` runs a command and takes the stacks of its ranks. ``evidence`` gathers the texts of the report.
+``redaction`` replaces private text by the rules in private_text.toml. ``issue`` writes issue.md and the zip file.
 """
 
 from __future__ import annotations

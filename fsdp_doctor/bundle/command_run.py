@@ -4,9 +4,9 @@ The command runs unchanged, with this process's standard input. Environment vari
 torch report more about a failure; variables that the user has set are kept.
 
 The ranks write their stacks themselves: ``PYTHONFAULTHANDLER`` switches on Python's faulthandler, which writes the
-stacks of all threads at SIGABRT, and the process ends. Therefore stacks are taken last, when the command has to end
-anyway. All processes are stopped first; otherwise, the end of the first one would make torchrun end the others, or
-would wake processes that wait for it.
+stacks of all threads at SIGABRT, after which the process ends. Therefore stacks are taken last, when the command has to
+end anyway. All processes are stopped first; otherwise, the end of the first process would make torchrun end the others,
+or would wake processes that wait for the first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RankStack:
 
 
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
-    """Takes the stacks of the ranks below this process. Taking the stacks ends the ranks.
+    """Returns the stacks of the ranks among this process's descendants, and ends these ranks.
 
     output: a function that waits up to the given number of seconds, and returns the output that the command wrote
         during this time.
@@ -91,9 +91,10 @@ def _find_descendants() -> list[psutil.Process]:
 
 
 def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-    """Maps a name to the first process of each rank, which has the environment variable RANK.
+    """Maps names such as ``rank 0`` to processes.
 
-    If no process has it, returns every Python process.
+    The process of a rank is the first process whose environment variable RANK is this rank. If no process has this
+    variable, every Python process is returned.
     """
     ranks: dict[int, psutil.Process] = {}
     pythons = {}
@@ -159,8 +160,8 @@ class CommandRun:
 
     exit_code: negative for a signal; None if this process ended the command.
     seconds: the duration of the run.
-    silent: the seconds without output at the end.
-    rank_exit_codes: maps ranks to exit codes, as torchrun prints them.
+    silent: the seconds from the last output to the end.
+    rank_exit_codes: maps the ranks that failed to their exit codes, as torchrun prints them.
     output: the file with the output.
     dumps: files of torch's flight recorder.
     """
@@ -300,7 +301,10 @@ class _Output:
         return time.monotonic() - self._last
 
     def wait_for_end(self, hang_after: float, deadline: float) -> Literal["exited", "hung", "overdue"]:
-        """Shows the output until the command ends, is silent for ``hang_after`` seconds, or passes the deadline."""
+        """Shows the output until the command ends, is silent for ``hang_after`` seconds, or passes the deadline.
+
+        Returns which of the three happened.
+        """
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))
@@ -317,7 +321,7 @@ class _Output:
         return "exited" if self._process.returncode is not None else "hung"
 
     def collect(self, seconds: float) -> bytes:
-        """Reads the output for ``seconds`` without showing it."""
+        """Returns the output of the next ``seconds`` without showing it."""
         end = time.monotonic() + seconds
         output = b""
         while self._open and (left := end - time.monotonic()) > 0:

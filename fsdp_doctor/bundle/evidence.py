@@ -66,7 +66,7 @@ def gather(
     report: Report | None = None,
     run: CommandRun | None = None,
 ) -> FailureEvidence:
-    """Gathers the evidence, and explains the logs and the command's output.
+    """Gathers the evidence of a failure, with the result of ``explain`` on the logs and the command's output.
 
     Raises UsageError for a log that cannot be read.
     """
@@ -84,7 +84,7 @@ def gather(
 
 
 def make_texts(evidence: FailureEvidence) -> dict[str, str]:
-    """Makes the texts of a bundle by file name, without the case and the report. Private text is not yet replaced."""
+    """Returns the files of a bundle as texts by name, except the case and the report. Private text is not replaced."""
     files = {"environment.txt": "\n".join(format_lines(evidence.environment)) + "\n"}
     if evidence.explanation is not None:
         files["explain.txt"] = text.render_text(evidence.explanation, _WIDTH)
@@ -118,9 +118,9 @@ def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.P
 
 
 def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
-    """Cuts whole lines out of the log at ``path``: its beginning, the lines around the failure, and its end.
+    """Returns an excerpt of the log at ``path``: its beginning, the lines around the failure, and its end.
 
-    Omitted lines are counted.
+    A line of the excerpt tells how many lines are omitted there. The ends of very long lines are cut off.
 
     explanation: the result of ``explain`` on the log.
     """
@@ -197,7 +197,7 @@ def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
 
 
 def _list_case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a case's id and the reason for it, the best first."""
+    """Yields the id of each candidate and the reason for choosing this case, the best candidate first."""
     report, configuration, explanation = evidence.report, evidence.configuration, evidence.explanation
     matches = explanation.matches if explanation is not None else ()
     named = [match.entry for match in matches if match.grade != "possible"]
@@ -262,7 +262,7 @@ def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
 
 
 def make_case_texts(chosen: ChosenCase) -> dict[str, str]:
-    """Makes the texts of the case by file name: the case, and its scripts if it has any."""
+    """Returns the files about the case as texts by name: case.txt, and the scripts if the case has any."""
     lines = [chosen.case.id, "", f"Why this one: {chosen.why}.", f"Run it: {chosen.command}"]
     if chosen.result is not None:
         lines.append(f"In the report it is {chosen.result.verdict.kind}: {chosen.result.verdict.reason}")

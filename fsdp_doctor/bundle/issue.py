@@ -136,9 +136,9 @@ def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
 
 
 def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
-    """Lists the ranks that raised the cause; if none did, the rank that torchrun saw fail first.
+    """Lists the ranks that raised the cause; if the log shows no such rank, lists failed ranks that torchrun reports.
 
-    The other ranks are not listed, because torchrun itself ends them.
+    From torchrun's summary in a log, only the first failed rank is listed, because torchrun itself ends the others.
     """
     explanation = evidence.explanation
     if explanation is not None:
@@ -151,9 +151,9 @@ def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
 
 
 def _describe_versions(evidence: FailureEvidence) -> str:
-    """Describes the versions that the job failed with.
+    """Describes the versions of the packages with which the job failed.
 
-    They come from the report, from this machine if it ran the job, or from the log.
+    The versions come from the report, from this machine if it ran the job, or from the log.
     """
     explanation = evidence.explanation
     if evidence.report is None and evidence.run is None and explanation is not None:
@@ -263,7 +263,7 @@ class Bundle:
 def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
     """Makes a bundle in which private text is replaced.
 
-    redactor: the redactor to use; by default, one that knows this machine's names.
+    redactor: the redactor to use; by default, a redactor that knows this machine's names.
     """
     redactor = redactor or Redactor.for_this_machine()
     raw = make_texts(evidence)

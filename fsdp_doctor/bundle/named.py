@@ -20,7 +20,8 @@ _LONGEST_LINE = 4_000
 class NamedInLogs:
     """The versions and the ranks that logs name.
 
-    versions: maps packages to versions, in the order of the logs; empty for a package that only a traceback names.
+    versions: maps packages to versions, in the order of the logs; a version is empty if only a traceback names the
+        package.
     ranks: maps pids to ranks.
     """
 
@@ -28,7 +29,7 @@ class NamedInLogs:
     ranks: dict[str, int] = field(default_factory=dict)
 
     def write_ranks(self, text: str) -> str:
-        """Returns the text with each process's pid replaced by its rank."""
+        """Returns the text with each pid replaced by the rank of the process."""
         return _PID.sub(lambda pid: self._write_rank(pid[1]), text)
 
     def _write_rank(self, pid: str) -> str:
@@ -36,9 +37,9 @@ class NamedInLogs:
 
 
 def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
-    """Reads each log once.
+    """Returns the versions and the ranks that the logs name. Each log is read once.
 
-    A process's rank is in the same line as its pid, or in an earlier line where torchrun prints it.
+    The rank of a process is in the same line as its pid or, in torchrun's summary, in an earlier line.
     """
     named = NamedInLogs()
     for log in logs:

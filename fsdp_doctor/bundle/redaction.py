@@ -38,7 +38,7 @@ class Rule:
         return filter(self.is_random, _matches([self.pattern], text))
 
     def is_random(self, value: str) -> bool:
-        """Returns whether the characters are random enough for a private text."""
+        """Returns whether ``value`` has at least the entropy that this rule requires."""
         shares = [count / len(value) for count in Counter(value).values()]
         return -sum(share * math.log2(share) for share in shares) >= self.entropy
 
@@ -114,7 +114,7 @@ def replace_addresses(text: str, replace: Replace) -> str:
 
 
 def replace_hosts(text: str, replace: Replace) -> str:
-    """Replaces the hosts of URLs and whole domain names, except public ones such as github.com."""
+    """Replaces hosts in URLs and full domain names elsewhere, except public hosts such as github.com."""
 
     def replace_in_url(match: re.Match[str]) -> str:
         host = match["host"]
@@ -167,10 +167,10 @@ _SHORTEST_SECRET = 8
 
 
 class Redactor:
-    """Replaces private text. It must learn all texts before it cleans the first one.
+    """Replaces private text by placeholders. Call ``learn`` with all texts before the first call of ``clean``.
 
     homes, hosts, users: names that are private in any text.
-    counts: how often each kind was replaced.
+    counts: the number of replacements for each kind of private text.
     """
 
     def __init__(self, homes: Iterable[str] = (), hosts: Iterable[str] = (), users: Iterable[str] = ()) -> None:
@@ -197,7 +197,7 @@ class Redactor:
         return redactor
 
     def learn(self, text: str) -> None:
-        """Remembers the secrets and the names of hosts, users and buckets that the words around them reveal."""
+        """Remembers secrets and names of hosts, users and buckets that can be recognized by the words around them."""
         hosts = filter(_is_name, _matches(_HOSTS, text))
         self._names["host"] |= {name for name in hosts if not _PUBLIC_HOSTS.fullmatch(name)}
         self._names["user name"] |= set(filter(_is_name, _matches(_USERS, text)))
@@ -214,7 +214,7 @@ class Redactor:
         self._names["host"] |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
 
     def learn_values(self, value: Any) -> None:
-        """Remembers the private names in the strings of a JSON value."""
+        """Remembers secrets and private names in the strings of a JSON value, as ``learn`` does for a text."""
         self.learn("\n".join(dict.fromkeys(_walk_strings(value))))
 
     def clean(self, text: str) -> str:

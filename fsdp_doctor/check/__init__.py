@@ -1,6 +1,6 @@
-"""Implements ``fsdp-doctor check``: maps a training configuration to cases, and reports their known failures.
+"""Implements ``fsdp-doctor check``: finds the cases that a training configuration selects, and their known failures.
 
-Nothing here imports torch or a framework. ``reading`` turns files, launch commands and overrides into settings.
+Its modules import neither torch nor a framework. ``reading`` turns files, launch commands and overrides into settings.
 ``frameworks`` interpret the settings, ``findings`` describe the problems, and ``presentation`` prints the result.
 """
 
@@ -98,7 +98,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command. Success requires that all was understood, FSDP is used, and no finding is bad."""
+        """Exit code of the command: 1 if a finding is bad; else 0 if FSDP is used and all was understood; else 3."""
         if any(finding.bad for finding in self.findings):
             return EXIT_BAD_VERDICT
         return EXIT_OK if self.under_fsdp and self.determined else CannotRun.exit_code
@@ -208,9 +208,10 @@ def _check_as(
 
 
 def _find_packages(version: CheckedVersion) -> dict[str, str]:
-    """Returns the package versions on which failures depend: the checked framework version, and the installed others.
+    """Maps the packages on which known failures depend to their versions.
 
-    Returns nothing if all versions were requested.
+    The checked version of the framework comes before the installed version. Returns an empty dict if the user asked for
+    all versions.
     """
     if version.source == "not known" and version.asked:
         return {}
@@ -219,9 +220,9 @@ def _find_packages(version: CheckedVersion) -> dict[str, str]:
 
 
 def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
-    """Interprets the same configuration for another number of ranks, and leaves out the findings.
+    """Returns the result of the same configuration for another number of ranks, without findings.
 
-    Raises Unreadable.
+    Raises Unreadable if a setting cannot be read.
     """
     framework = frameworks.find_framework(result.framework)(result.settings, result.version.version, world_size)
     readings = {role: framework.read(role) for role in framework.list_models()}
@@ -240,7 +241,10 @@ def list_cases(result: CheckResult) -> list[Case]:
 
 
 def parse_version(text: str, option: str) -> Version | None:
-    """Parses the version that an option gives; None for ``all``. Raises UsageError."""
+    """Parses the version that an option gives; returns None for ``all``.
+
+    Raises UsageError for a text that is no version.
+    """
     if text == "all":
         return None
     if text in ("main", "latest"):
@@ -271,7 +275,10 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
-    """Reads the number of ranks; None if it is not configured, or cannot be read, which also adds a finding."""
+    """Returns the number of ranks; None if it is not configured or cannot be read.
+
+    A number that cannot be read is added to ``findings``.
+    """
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:
@@ -281,7 +288,7 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
 
 
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:
-    """Reports named files that cannot be read here, and launch commands that were not used."""
+    """Reports configuration files that a setting names but that cannot be read here, and launch commands not used."""
     missing = (
         "this names a file that cannot be read here, so its settings are not known; give the file's location as "
         "another argument"

@@ -44,7 +44,10 @@ _NOT_IN_TOML_KEY = re.compile(r"[^\w.\"' \t-]")
 
 
 def read_text(argument: str) -> tuple[str, str]:
-    """Reads a file, or standard input for ``-``; returns its name and text. Raises UsageError."""
+    """Returns the name and the text of a file, or of standard input for ``-``.
+
+    Raises UsageError for a file that cannot be read, is no UTF-8 text, is empty, or is too large.
+    """
     name = "standard input" if argument == "-" else argument
     try:
         data = _read_bytes(argument)
@@ -68,9 +71,10 @@ def read_text(argument: str) -> tuple[str, str]:
 
 
 def parse(text: str, name: str, script: Callable[[str, str], Iterator[Setting]]) -> list[Setting]:
-    """Reads the settings of a text in the format of its suffix; with any other suffix, ``script`` reads it.
+    """Reads the settings in a text, in the format that the suffix of ``name`` gives.
 
-    If ``script`` finds nothing, all formats are tried. Raises UsageError.
+    For any other suffix, ``script`` reads the text; if it finds nothing, all formats are tried. Raises UsageError for
+    invalid or too many settings.
     """
     parser = _OF_SUFFIX.get(pathlib.Path(name).suffix.lower(), script)
     try:
@@ -98,7 +102,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def parse_json(row: Setting) -> list[Setting]:
-    """Reads the settings in a JSON text that is the value of a setting. Raises UsageError."""
+    """Reads the settings in a JSON text that is the value of a setting. Raises UsageError for invalid JSON."""
     try:
         return list(flatten(json.loads(str(row.value)), row.key, lambda _: row.where))
     except (ValueError, RecursionError):
@@ -108,7 +112,8 @@ def parse_json(row: Setting) -> list[Setting]:
 def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setting]:
     """Yields the leaves of nested dicts as settings.
 
-    ``where`` returns the place of a leaf for the last part of its key. Raises UsageError.
+    ``where`` maps the last part of a leaf's key to the leaf's place. Raises UsageError for data that is no dict or is
+    nested too deeply.
     """
     if not isinstance(data, dict):
         raise _refuse_non_mapping(name)

@@ -35,10 +35,10 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 class ConfigFinding:
     """One finding: a sentence, the settings on which it is based, and the ids of cases that demonstrate the problem.
 
-    ``conflict`` and ``known`` are bad; ``unknown`` means that something was not understood, and ``note`` is a hint.
-    ``entry`` is the id of a catalogue entry, for ``known`` only. ``holds_for`` lists the models and framework versions
-    to which the finding applies; it is empty if it does not depend on them. ``decides`` is true if something unknown
-    may decide how the model is trained.
+    The kinds ``conflict`` and ``known`` are bad; ``unknown`` means that something was not understood, and ``note`` is a
+    hint. ``entry`` is the id of a catalogue entry, for ``known`` only. ``holds_for`` lists the models and framework
+    versions to which the finding applies, or is empty if the finding does not depend on models and versions.
+    ``decides`` is true if what was not understood may decide how the model is trained.
     """
 
     kind: FindingKind
@@ -67,8 +67,8 @@ class ConfiguredRun(RunContext):
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Returns ``uneven`` if the model is known to shard unevenly.
 
-        Otherwise returns ``even`` and ``uneven``. If the number of ranks is a power of two, which divides most
-        dimensions, returns only ``even``.
+        Otherwise returns ``even`` if the size of a shard group is a power of two, which divides most dimensions. For
+        any other size, returns both.
         """
         group = self.shard_group(scenario)
         if not scenario.dims.is_even:
@@ -89,14 +89,14 @@ def report_unknown(sentence: str, *settings: Setting | None, decides: bool = Fal
 
 
 def report_known(entry: str, *settings: Setting | None) -> ConfigFinding:
-    """Reports a catalogue entry that settings trigger without a case of the matrix."""
+    """Makes the finding for a catalogue entry; ``entry`` is its id."""
     failure = catalogue.find_entry(entry)
     finding = _make_finding("known", f"{failure.title} ({failure.verdict})", settings)
     return dataclasses.replace(finding, entry=entry)
 
 
 def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
-    """Reports keys of a section that are not in ``known_keys``; anything may be below a known key."""
+    """Reports keys of a section that are not in ``known_keys``; the keys below a known key are not checked."""
     names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.list_below(section)}
     strange = {name: row for name, row in names.items() if name not in known_keys}
     findings = [
@@ -120,7 +120,7 @@ def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
 
 
 def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFinding]:
-    """Makes one finding for each catalogue entry by which a case of ``uses`` is expected to fail in this run."""
+    """Makes one finding for each catalogue entry that predicts a failure of a case of ``uses`` in this run."""
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
         for case in use.cases:
@@ -180,7 +180,7 @@ class ConfiguredModel:
 class _LocalModel:
     """Contents of a model's config.json.
 
-    ``sizes`` are the dimensions that FSDP2 shards. ``built_in`` is the matrix's model of the same type.
+    ``sizes`` are the dimensions that FSDP2 shards. ``built_in`` is the matrix's model of the same type, or None.
     """
 
     sizes: Mapping[str, int]

@@ -44,7 +44,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
 
     True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
     then other settings that determine how the models are trained, except the type of model. If none of these changes
-    is enough, the first change is returned that a remedy names and that removes the failure of this remedy.
+    is enough, returns the first change that the remedy of a failure names and that removes the failure.
 
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """
@@ -89,9 +89,9 @@ def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
 
 
 def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
-    """Returns the file's text with the line changed; None if the line does not contain the value literally.
+    """Returns the file's text with the setting's line changed or removed; None if the line cannot be edited.
 
-    A line may contain a variable instead of the value.
+    A line that cannot be edited contains a variable instead of the value, or also other settings.
     """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")

@@ -64,11 +64,11 @@ class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, f
     """A framework's table, stored as ``NAME.toml`` next to its class. Frameworks may use types with further keys.
 
     ``read_in`` names the versions whose source the table is based on. ``distributions`` are the framework's packages;
-    if no version is given, the first installed package determines it. ``section_keys`` are the keys allowed in a
-    section of FSDP settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on
-    shards that the policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover
-    every version. ``models`` are the model tables by role or name. ``plan`` is a section that only ``memory plan``
-    reads; see ``PlanKeys`` in plan/configured_job.py.
+    if no version is given, the version of the first installed package counts. ``section_keys`` are the keys allowed in
+    a section of FSDP settings; empty if any key is allowed. ``cpu_collectives`` is true if the framework runs
+    collectives on shards that the policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that
+    together cover every version. ``models`` maps each role or name to the table of a model. ``plan`` is a section that
+    only ``memory plan`` reads; see ``PlanKeys`` in plan/configured_job.py.
     """
 
     name: str
@@ -121,12 +121,12 @@ class Framework(ABC):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds the settings of files that a setting names."""
+        """Returns the settings, with the settings of files that a setting names."""
         return settings
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts the ranks from the settings or the framework's default; None leaves it to the launch command."""
+        """Returns the number of ranks in the settings or by default; None if the launch command decides."""
         return None
 
     @abstractmethod
@@ -163,7 +163,7 @@ class FsdpFramework(Framework, Generic[V]):
 
     @abstractmethod
     def choose_axes(self, role: Role, versions: V) -> Mapping[AxisName, Chosen]:
-        """Chooses the values of a model's axes for these versions, in display order."""
+        """Maps axes of the matrix to the values that the model has under these versions, in display order."""
 
     @abstractmethod
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
@@ -176,7 +176,7 @@ class FsdpFramework(Framework, Generic[V]):
     def read_role(
         self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
     ) -> ModelReading:
-        """Reads the settings of a model under FSDP, for the given version ranges or for all relevant ones."""
+        """Reads the settings of a model under FSDP, for the given version ranges or for all relevant ranges."""
         uses = [
             make_use(
                 role,
@@ -232,15 +232,16 @@ class FsdpFramework(Framework, Generic[V]):
         return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
-        """Makes a note if degrees of other parallelisms are greater than 1."""
+        """Makes a note on parallelisms other than FSDP whose degree is greater than 1."""
         rows = [self.settings.find_first(f"{section}.{degree}") for degree in degrees]
         others = [row for row in rows if row and (self.settings.read_number(row.key) or 1) > 1]
         sentence = "the probe has no parallelism other than FSDP; its cases ignore these settings"
         return [note(sentence, *others)] if others else []
 
     def _shard_group(self, keys: KeyTable) -> int:
-        """Reads the shard group size. Raises Unreadable for 0, since verl and SkyRL divide by it
-        (create_device_mesh).
+        """Returns the size of a shard group; -1 means all ranks.
+
+        Raises Unreadable for 0, because verl and SkyRL divide by the size (create_device_mesh).
         """
         size = self.settings.read_number(*keys.shard_group)
         if size == 0:
@@ -250,12 +251,12 @@ class FsdpFramework(Framework, Generic[V]):
 
 
 def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
-    """Makes the result for a model that another engine or wrapper than FSDP trains."""
+    """Returns the reading of a model that an engine or a wrapper other than FSDP trains."""
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 
 def trains_with_fsdp(row: Setting, with_fsdp: Collection[str], without: Collection[str]) -> bool:
-    """Returns whether the named engine trains with FSDP. Raises Unreadable for an engine in neither list."""
+    """Returns whether the engine in ``row`` trains with FSDP. Raises Unreadable for an engine in neither list."""
     if str(row.value) not in (*with_fsdp, *without):
         raise Unreadable(f"{row}: this engine is not known, or has its own FSDP, which is not checked")
     return str(row.value) in with_fsdp
@@ -271,7 +272,7 @@ def choose_backend(row: Setting | None, default: str) -> Chosen:
 
 
 def select_matching(ranges: Sequence[V], version: Version | None) -> list[V]:
-    """Selects the ranges that contain the version; all if no version is given. A pre-release counts as its release."""
+    """Selects the ranges that contain the version, or all without a version. A pre-release counts as its release."""
     if version is None:
         return list(ranges)
     return [item for item in ranges if SpecifierSet(item.versions).contains(version.base_version)]

@@ -87,8 +87,8 @@ _QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 def read_script(text: str, name: str) -> Iterator[Setting]:
     """Reads the settings of a script's launch command, followed by its overrides ``a.b=value``.
 
-    If there are several commands, one that names FSDP is preferred, then one with a launcher, then the last. Raises
-    UsageError if variables expand to too much text.
+    Of several commands, a command that names FSDP is preferred, then a command with a launcher, then the last command.
+    Raises UsageError if variables expand to too much text.
     """
     script = _Script(_COMMENT.sub("", text), name)
     commands = _read_commands(script)
@@ -119,8 +119,8 @@ def count_launched_ranks(settings: Settings) -> int | None:
 class _Script:
     """Shell script without comments; ``name`` is its file name.
 
-    ``variables`` are those that the script assigns. ``unknown`` are those that get different values, for example in two
-    branches.
+    ``variables`` maps each variable that the script assigns to its last value. ``unknown`` names the variables that get
+    different values, for example in two branches.
     """
 
     text: str
@@ -141,7 +141,7 @@ class _Script:
         self.unknown = {name for name, different in values.items() if len(different) > 1}
 
     def expand(self, text: str) -> str:
-        """Expands known variables in ``text``; unknown ones stay as written."""
+        """Expands known variables in ``text``; unknown variables stay as written."""
 
         def find_value(match: re.Match[str]) -> str:
             name = match["braced"] or match["bare"]

@@ -118,7 +118,7 @@ def _render_scenario(use: Use) -> str:
 
 
 def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields each distinct line once, with the numbers of its table rows; a line of all rows has no numbers."""
+    """Yields each distinct line once, with the numbers of its table rows; without numbers if all rows have the line."""
     counts = [len(_list_labels(use)) for use in uses]
     ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):
@@ -160,7 +160,7 @@ def _find_fix(entry: KnownFailure, result: CheckResult) -> str:
 
 
 def list_remedies(result: CheckResult) -> dict[str, str]:
-    """Maps catalogue entries of bad findings to their remedies for this framework, if there are such remedies."""
+    """Maps the short codes of failures in bad findings to the remedies for this framework, where there are any."""
     entries = [catalogue.find_entry(finding.entry) for finding in result.findings if finding.bad and finding.entry]
     advice = {entry.short_code: entry.advise(result.version.of) for entry in entries}
     return {code: text for code, text in advice.items() if text}

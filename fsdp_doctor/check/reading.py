@@ -56,7 +56,7 @@ def read(arguments: Sequence[str]) -> Settings:
 def follow(row: Setting) -> Settings | None:
     """Reads the file that a setting names, relative to the working directory or to the setting's own file.
 
-    Returns None if there is no such file. Raises Unreadable if it cannot be read.
+    Returns None if there is no such file. Raises Unreadable if the file cannot be read.
     """
     name = str(row.value)
     for path in (name, os.path.join(os.path.dirname(row.file), name)):

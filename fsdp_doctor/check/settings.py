@@ -49,7 +49,7 @@ class Setting:
 class Settings:
     """Settings by key; later settings replace earlier ones. A value ``${a.b}`` refers to the value of ``a.b``.
 
-    ``replaced`` holds pairs of an earlier and a later setting, where one file sets a key to two different values.
+    ``replaced`` maps a key to its earlier and its later setting, if one file sets the key to two different values.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)
@@ -108,7 +108,10 @@ class Settings:
         return word in _TRUE
 
     def find_first_true(self, *keys: str) -> Setting | None:
-        """Returns the first of ``keys`` that is set, if it is true. Raises Unreadable like ``read_flag``."""
+        """Returns the setting of the first of ``keys`` that is set; None if its value is not true.
+
+        Raises Unreadable like ``read_flag``.
+        """
         return self.find_first(*keys) if self.read_flag(*keys) else None
 
     def read_number(self, *keys: str, default: int | None = None) -> int | None:
@@ -127,7 +130,7 @@ class Settings:
     def count(self, *keys: str) -> int | None:
         """Reads a number of devices, or counts the devices in a list such as ``[0, 1]`` or ``0,1``.
 
-        Returns None for -1, which means all devices, and for any other word.
+        Returns None if no key is set, for -1, which means all devices, and for any other word.
         """
         row = self.find_first(*keys)
         if row is None:
@@ -141,7 +144,7 @@ class Settings:
         return self.read_number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
 
     def read_word(self, *keys: str, default: str = "") -> str:
-        """Reads a word. Raises Unreadable if it refers to a value outside the configuration."""
+        """Reads a word. Raises Unreadable if the word refers to a value outside the configuration."""
         row = self.find_first(*keys)
         if row is None:
             return default
@@ -150,7 +153,7 @@ class Settings:
         return str(row.value)
 
     def put(self, row: Setting) -> None:
-        """Adds a setting. It replaces settings below its key, but leaves settings above its key unchanged.
+        """Adds a setting, which replaces the settings below its key but not the settings above its key.
 
         Hydra's ``engine=megatron engine.dtype=bfloat16`` first chooses a group and then changes a value in it.
         """

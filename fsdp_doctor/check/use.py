@@ -66,7 +66,10 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """Returns this use with other values on some axes, in its scenario and its cases, all for the same reason."""
+        """Returns this use with other values on some axes of its scenario and its cases.
+
+        because: the reason for all these values.
+        """
         if self.scenario is None or not values:
             return self
         by_name = {str(axis): value for axis, value in values.items()}
@@ -93,8 +96,8 @@ class Chosen:
 class OffloadChoice:
     """Offloads of a model.
 
-    Each field is the setting or explanation that turns the offload on, or None if it is off. ``default`` explains why
-    all are off.
+    ``policy``, ``param`` and ``optimizer`` are the setting or explanation that turns this offload on, or None if the
+    offload is off. ``default`` explains why all offloads are off.
     """
 
     policy: Because = None
@@ -133,7 +136,7 @@ def make_use(
 
 
 def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """Describes the extraction of a model in the scenario by a method."""
+    """Describes an extraction by a method from a model in the scenario."""
     staging = Staging.STAGED if staged else Staging.UNSTAGED
     return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 

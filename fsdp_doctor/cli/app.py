@@ -1,4 +1,4 @@
-"""The program: its commands, and how it ends. Only commands that need torch import it."""
+"""Runs the commands, and turns every end of a command into an exit code. Only commands that need torch import torch."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def version(
 
 
 def _find_importing_package(error: ImportError) -> str:
-    """Returns the package that failed to import something; empty if it is this program."""
+    """Returns the package whose import of another module failed; empty if it is this package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package: str = frames[-1].f_globals.get("__name__", "").partition(".")[0]
     return "" if package == __package__.partition(".")[0] else package
 
 
 def main() -> None:
-    """Runs the program. Every end of the program is one exit code and at most one sentence."""
+    """Runs the program. An error has an exit code and at most one sentence; an internal error also has a traceback."""
     try:
         output.prepare_streams()
         try:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    """Runs the command. Under torchrun every rank calls this; in a probe, the other ranks follow rank 0."""
+    """Runs the command. Under torchrun, every rank calls this function, and rank 0 leads the others in a probe."""
     words = sys.argv[1:]
     asks_for_help = bool({"-h", "--help"} & set(words))
     if launch.is_rank_zero():

@@ -98,7 +98,7 @@ def check(
 def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> None:
     """Prints or writes the changed file, and ends the command.
 
-    remedies: the remedies by entry of the catalogue. The changed setting may be only a part of a remedy.
+    remedies: maps codes of known failures to their remedies. The changed setting may be only a part of a remedy.
     """
     if fix is None:
         raise CannotRun(

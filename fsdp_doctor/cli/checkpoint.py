@@ -289,7 +289,7 @@ def convert(
 
 
 def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Asks transformers in a separate process, so that this process stays small."""
+    """Calls ``ask``, which imports transformers, in a separate process, so that this process stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -298,9 +298,9 @@ def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
-    """Maps each of the Hub's names to the part of the model's tensor that it stands for; empty if this is unknown.
+    """Maps each name of a Hub checkpoint to a part of a tensor of the model; empty if the parts are not known.
 
-    Raises UsageError if these parts are needed but not known.
+    Raises UsageError if the parts are needed but not known.
 
     must_know: whether the parts are needed in any case.
     needs_class: whether the parts are needed if the configuration does not name a class of transformers.

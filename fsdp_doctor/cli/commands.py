@@ -295,7 +295,7 @@ class _Commands(dict[str, Any]):
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """A group of the table. Printing its help imports none of its commands."""
+    """A group of commands in the table. Printing the group's help imports none of its commands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -84,7 +84,7 @@ def fix(
 
 
 def _read_framework(words: Sequence[str], chosen: Sequence[str], *, dry_run: bool) -> Sequence[str]:
-    """Returns the frameworks whose fixes are wanted: the chosen ones, or with --dry-run the framework in ``words``.
+    """Returns the frameworks whose fixes are wanted: those chosen, or with --dry-run the framework in ``words``.
 
     Raises UsageError if a framework's name stands in the place of the job's command, or with --dry-run a word that is
     neither a framework nor a program.

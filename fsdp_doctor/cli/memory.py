@@ -68,8 +68,9 @@ class JobOptions:
     ] = False
 
     def select(self) -> Selected:
-        """Selects one scenario for each combination of the values, with the named methods. Raises as
-        SelectionOptions.select.
+        """Selects one scenario for each combination of the values, with the named methods.
+
+        Raises the same errors as SelectionOptions.select.
         """
         methods = self.method or ["full_tensors"]
         selected = SelectionOptions(
@@ -180,8 +181,8 @@ def plan(
 ) -> None:
     """Predict the memory of a training job on each device and host, without a GPU and without weights.
 
-    Prints each stage of each model, and the models that share a device at one time. If they do not fit, prints each
-    single setting with which they do.
+    Prints each stage of each model, and the models that share a device at one time. If these models do not fit, prints
+    each single setting that makes them fit.
     """
     for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
         if memory is not None and memory < _LEAST_MEMORY:

@@ -1,4 +1,4 @@
-"""Declares and reads options: groups of options, words of a closed set, sizes, files to write, models, ranks."""
+"""Declares and reads options: groups of options, choices, sizes, files to write, models, ranks."""
 
 from __future__ import annotations
 
@@ -71,13 +71,14 @@ def split(values: Iterable[str] | None) -> list[str]:
 
 
 def declare_words(*names: str, help: str, metavar: str | None = None) -> Any:
-    """Declares an option with any words. It can be repeated, or take several words separated by commas."""
+    """Declares an option with any words. The option can be repeated, or take several words separated by commas."""
     return typer.Option(*names, help=help, metavar=metavar, callback=split)
 
 
 def declare_choice(known: Iterable[str], *names: str, help: str = "", default: str = "") -> Any:
-    """Declares an option whose value is one of ``known``. If its type is a list, it takes several, also separated by
-    commas.
+    """Declares an option whose value is one of ``known``.
+
+    An option whose type is a list can be repeated, or take several values separated by commas.
 
     known: the values, or a mapping from each value to its meaning.
     default: the default of a list, as it is written on the command line.
@@ -149,7 +150,7 @@ def declare_model_shape(*, help: str = "") -> Any:
 
 
 def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
-    """Returns the directory of a Hugging Face configuration. Raises UsageError if it does not contain one."""
+    """Returns the path of a directory with a Hugging Face configuration. Raises UsageError for any other directory."""
     directory = pathlib.Path(os.path.expanduser(value))
     # pathlib's is_dir raises for a name that is too long.
     if not value.strip() or not os.path.isdir(directory):
@@ -226,7 +227,7 @@ class DeviceOptions(RankOptions):
 
 
 def check_versions() -> None:
-    """Raises CannotRun if torch or transformers is missing or too old. Imports neither."""
+    """Raises CannotRun if torch or transformers is missing or too old, without importing them."""
     for package, oldest in _NEEDED.items():
         versions.require(package, oldest)
 

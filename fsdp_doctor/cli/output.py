@@ -48,12 +48,11 @@ def replace_unprintable(errors: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Replaces the standard streams by streams that raise this program's exceptions for errors, or ignore them on
-    stderr.
+    """Makes errors of standard output raise this program's exceptions, and ignores errors of standard error.
 
     A closed descriptor is opened again in the wrong direction, so that its use fails as before. Otherwise the next file
-    to be opened would get its number, and receive the program's output. Streams that a caller of ``main`` has put into
-    ``sys`` are left unchanged.
+    to be opened would get the descriptor's number, and receive the program's output. Streams that a caller of ``main``
+    has put into ``sys`` are left unchanged.
     """
     for descriptor, flags in enumerate((os.O_WRONLY, os.O_RDONLY, os.O_RDONLY)):
         try:
@@ -68,7 +67,7 @@ def prepare_streams() -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output. Raises OutputClosed if the reader has closed it, and DoctorFault if it cannot be written."""
+    """Standard output. A write raises OutputClosed if the reader has closed the pipe, and DoctorFault if it fails."""
 
     def write(self, text: str) -> int:
         with self._raise_own_errors():

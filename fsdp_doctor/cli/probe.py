@@ -1,4 +1,4 @@
-"""``fsdp-doctor probe`` and ``fsdp-doctor repro``: run cases of the matrix, and write one as a standalone script."""
+"""``fsdp-doctor probe`` and ``fsdp-doctor repro``: run cases of the matrix, and write a case as a standalone script."""
 
 from __future__ import annotations
 

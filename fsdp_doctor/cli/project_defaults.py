@@ -19,8 +19,9 @@ def read_defaults(program: Any) -> dict[str, Any]:
     """Reads the project's defaults for the options of ``program``, a click group, in the form of click's
     ``default_map``.
 
-    They come from the pyproject.toml in the working directory or the nearest one above it. A key is an option without
-    its dashes. Raises UsageError for a file that is not TOML, and for a command or an option that does not exist.
+    The defaults are in the pyproject.toml of the working directory, or of the nearest directory above that has the
+    file. A key is an option without its dashes. Raises UsageError for a file that is not TOML, and for a command or an
+    option that does not exist.
     """
     here = pathlib.Path.cwd()
     file = next((file for place in (here, *here.parents) if (file := place / "pyproject.toml").is_file()), None)
@@ -34,7 +35,7 @@ def read_defaults(program: Any) -> dict[str, Any]:
 
 
 def _select_defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
-    """Returns the defaults of a command or, by command, those of a group.
+    """Returns the defaults of a command; for a group, maps each of its commands to the command's defaults.
 
     where: the header of the table without its closing bracket, for messages.
     """

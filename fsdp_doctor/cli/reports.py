@@ -281,7 +281,7 @@ def _check_versions(versions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_probe(words: Sequence[str]) -> dict[str, Any]:
-    """Parses options of ``fsdp-doctor probe`` before anything is installed. Wrong options are usage errors."""
+    """Returns the values of ``fsdp-doctor probe``'s options, so that wrong options end the sweep before it installs."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(flatten(probe))
     return typer.main.get_command(app).make_context("fsdp-doctor probe", list(words)).params

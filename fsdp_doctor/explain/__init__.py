@@ -1,7 +1,7 @@
-"""Finds the root cause in a log of many ranks, its entry in the catalogue of known failures, and a reproducing case.
+"""Finds the root cause of a failure in the logs of many ranks, for the command ``fsdp-doctor explain``.
 
-The command ``fsdp-doctor explain`` does this. It does not import torch, reads each log once, and needs the same amount
-of memory for a log of any size.
+The answer has the entry of the cause in the catalogue of known failures, and a case that reproduces it. The package
+does not import torch, reads each log once, and needs the same amount of memory for a log of any size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the cause among the exceptions of a log, the consequences of the cause, and its entry in the catalogue."""
+"""Finds the cause among the exceptions of a log, the cause's consequences, and its entry in the catalogue."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ _OF_TENSORS = re.compile(
 class FirstFailure:
     """The first failure that torchrun saw.
 
-    exit_code: the exit code of the process, negative for a signal; None if torchrun did not print one.
+    exit_code: the exit code of the process, negative for a signal; None if torchrun printed no exit code.
     """
 
     rank: int
@@ -173,13 +173,13 @@ class Group:
 
     signed: whether an entry of the catalogue has a signature in the message.
     matches: the entries of the catalogue that the exception may be, filled in after the whole log was read.
-    consequence: the name of the failure elsewhere from which the exception follows; empty if it follows from none.
+    consequence: the kind of consequence, if the exception follows from a failure elsewhere; empty otherwise.
     carries: whether the message repeats an exception of another rank. The exception is then a consequence, unless every
         group of the log is a consequence.
     sources: the ranks or processes that raised the exception.
-    call: the line of the job that led to the exception on any of them.
-    frames: the frames of the first exception of the group that has any.
-    key: the message without what differs between ranks.
+    call: the line of the job that led to the exception on any of these sources.
+    frames: the frames of the first exception of the group that has frames.
+    key: the message without the parts that differ between ranks.
     """
 
     first: Raised
@@ -220,8 +220,9 @@ class Group:
 
     @property
     def doubt(self) -> tuple[bool, ...]:
-        """Returns a sort key: the smaller it is, the more likely this exception is the cause and not one that a program
-        handled.
+        """Returns a sort key: the smaller it is, the more likely is this exception the cause.
+
+        An exception that a program handled has a larger key.
         """
         first = self.first
         is_bare = not first.frames
@@ -251,8 +252,8 @@ class Explanation:
     dumps: the number of files that were dumps of a flight recorder.
     killed_for_memory: the place in the logs that tells of a process killed for lack of host memory; empty if there is
         none.
-    torch: the version of torch that the logs name; empty if they name none.
-    versions: the versions that the logs name of the packages for which there are fixes.
+    torch: the version of torch that the logs name; empty if the logs name no version.
+    versions: maps packages to the versions that the logs name.
     clues: the facts about the run that the logs show.
     """
 
@@ -278,7 +279,7 @@ class Explanation:
 
     @property
     def may_hang(self) -> bool:
-        """Returns whether the first consequence is that of a job that hung."""
+        """Returns whether the logs show only consequences, of which the first can be the consequence of a hang."""
         return self.cause is not None and self.cause.consequence in _OF_HANGS
 
     @property
@@ -288,7 +289,7 @@ class Explanation:
 
     @property
     def entry(self) -> KnownFailure | None:
-        """The entry of the catalogue that the failure certainly is; None if none is certain."""
+        """The entry of the catalogue that the failure certainly is; None if no entry is certain."""
         return self.matches[0].entry if self.grade == "known" else None
 
 
@@ -296,7 +297,7 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
     """Reads logs and dumps of torch's flight recorder, each once, and explains the failure in them.
 
     Several files are taken for the files of several ranks: if every exception has a time stamp, the time stamps decide
-    which came first.
+    which exception came first.
 
     Raises UsageError for a file that is neither a log nor a dump.
 
@@ -469,7 +470,7 @@ class _Logs:
         return self._add_command(reading, cause.first)
 
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
-        """Adds the command that says more of what the message is about, if the reading names none."""
+        """Adds the command that shows more about the message's topic, if the reading names no command."""
         topic = find_topic(raised.text)
         if topic is None or (reading is not None and reading.clash and _COMMAND.search(reading.decide)):
             return reading
@@ -479,7 +480,7 @@ class _Logs:
         return replace(reading, clash=clash, decide=f"{reading.decide} {topic.decide}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
-        """Finds the line of the job that led to the cause: in its own traceback, or in that of what carried it."""
+        """Finds the line of the job that led to the cause, in its traceback or in an exception that repeats it."""
         if cause.call is not None or not cause.first.frames:
             return cause.call
         carrying = (group for group in self._list_groups() if group.carries or group.first.chained)
@@ -550,7 +551,7 @@ class _Logs:
 
 
 def _ask_of_hang(question: str) -> str:
-    """Returns the question of an entry. A question about the exception's place becomes one about the other ranks."""
+    """Returns the question of an entry, or a question about other ranks in place of ``ASK_FOR_PLACE``."""
     return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
 
 
@@ -559,7 +560,7 @@ def _is_timeout(group: Group) -> bool:
 
 
 def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
-    """Returns the group of an exception among the groups of its message; None if it needs one of its own.
+    """Returns the group of an exception among the groups of its message; None if it needs a new group.
 
     An exception without frames may belong to any group. It joins a group of its rank if there is one, otherwise the
     first group. An exception that was raised while the same message was handled, or because of it, is the same failure.
@@ -658,7 +659,7 @@ def _is_earlier(raised: Raised, other: Raised) -> bool:
 
 
 def _sort_groups(groups: list[Group]) -> list[Group]:
-    """Sorts groups by time if all have one; otherwise in the order of the files and of their lines."""
+    """Sorts groups by time if every group has a time; otherwise in the order of the files and of their lines."""
     files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
     all_timed = all(group.first.time is not None for group in groups)
 

@@ -1,4 +1,4 @@
-"""Finds what a log names of a job's circumstances, and what each of them can mean for a failure."""
+"""Finds the circumstances of a job that a log names, and what each circumstance can mean for a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find_causes(text: str, subjects: Sequence[str]) -> tuple[list[str], list[str
 
 
 def join_causes(causes: Sequence[str]) -> str:
-    """Writes the first of the possible causes as a sentence; empty without any."""
+    """Writes the first few of the possible causes as a sentence; empty without causes."""
     shown = list(dict.fromkeys(causes))[:_SHOWN]
     if not shown:
         return ""

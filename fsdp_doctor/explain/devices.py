@@ -12,7 +12,7 @@ _DEVICE_ROW = re.compile(
 
 
 class DeviceReader:
-    """Finds processes of other devices that have memory on the first one, too."""
+    """Finds processes of other devices that have memory on device 0, too."""
 
     def __init__(self) -> None:
         self._devices: dict[str, dict[str, int]] = {}
@@ -26,7 +26,10 @@ class DeviceReader:
         return True
 
     def end(self) -> Found | None:
-        """Compares the processes of the first device with those of the others after the end of the log."""
+        """Returns, after the end of the log, the symptom that device 0 holds memory of other devices' processes.
+
+        Returns None if the log does not show this symptom.
+        """
         first = self._devices.get("0", {})
         strange = [pid for pid in first if any(pid in pids for device, pids in self._devices.items() if device != "0")]
         if not strange:

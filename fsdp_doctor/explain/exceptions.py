@@ -117,13 +117,13 @@ class Raised:
     script: the file outside torch and Python whose own line raised the exception; empty if no such file is known.
     logged: whether the exception is in a log record of a level below ERROR.
     swallowed: whether another exception was raised while this exception was being handled.
-    follows: whether this exception was raised while an exception was being handled from which no program recovers.
+    follows: whether this exception was raised during the handling of an exception from which no program recovers.
     quoted: whether the exception is only quoted in prose, and was not raised where it stands.
-    cut: whether the traceback ends before its exception; the message then says only this.
+    cut: whether the log lacks the end of the traceback with its exception; ``message`` then says so.
     code: the line of code that raised the exception, as the log shows it below the innermost frame, or directly above a
         message without frames; empty if that line is only a ``raise`` or ``assert``.
-    chained: whether the exception before it, of the same source, was its direct cause.
-    asserted: the same line if it is an assertion; empty otherwise.
+    chained: whether the previous exception of the same source was the direct cause of this exception.
+    asserted: the line of code that raised the exception if it is an assertion; empty otherwise.
     code_of: maps frames to their lines of code, if the log shows them.
     """
 
@@ -505,8 +505,9 @@ class ExceptionReader:
 
 
 def _order_frames(frames: list[str]) -> list[str]:
-    """Returns frames that stood below an exception with the outermost first. They are reversed if the newest line of
-    the log comes first.
+    """Returns frames that stood below an exception, outermost frame first.
+
+    The frames are reversed if the newest line of the log comes first.
     """
     is_reversed = frames[-1].endswith("in <module>") or (
         _IN_PACKAGE.search(frames[0]) and not _IN_PACKAGE.search(frames[-1])

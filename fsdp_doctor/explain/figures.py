@@ -1,4 +1,4 @@
-"""Compares a log's figures, such as the loss, with those before the last load or sync of weights."""
+"""Compares a log's figures, such as the loss, with the figures before the last load or sync of weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FigureReader:
         self._resumed: tuple[str, int] | None = None
 
     def read(self, number: int, raw: str) -> Found | None:
-        """Reads the next line, and returns the symptom that it ends."""
+        """Reads the next line, and returns the symptom that this line completes; None if there is none."""
         figures: dict[str, float] = {}
         if "loss" in raw or "grad_norm" in raw or "kl" in raw:
             figures = {match["name"]: float(match["value"]) for match in _FIGURE.finditer(raw)}

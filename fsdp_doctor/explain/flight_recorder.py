@@ -59,7 +59,7 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
 
     Raises UsageError for a dump that cannot be read.
 
-    index: the rank, if the file's name does not end with one.
+    index: the rank to use if the file's name does not end with a rank.
     """
     try:
         if not path.is_file():
@@ -83,8 +83,9 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
 
 
 def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
-    """Finds where each rank waits: at the first collective in which the ranks differ, or else in the first that did not
-    end.
+    """Lists the ranks with the collective at which each waits.
+
+    This is the first collective in which the ranks differ or, without a difference, the first that did not end.
     """
     groups = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     for name in groups:
@@ -181,8 +182,9 @@ def _read_number(value: Any) -> int | None:
 
 
 def _find_first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
-    """Finds the first number at which two ranks call different collectives, or at which one rank waits and another has
-    no call.
+    """Returns the number of the first collective in which the ranks differ; None if there is no difference.
+
+    Ranks differ if they call different collectives, or if one rank waits and another has no call.
     """
     begin = max(min(of_rank) for of_rank in calls)
     end = max(max(of_rank) for of_rank in calls)

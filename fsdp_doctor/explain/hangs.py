@@ -261,8 +261,9 @@ class WatchdogReader:
                 self._stacks[line.source] = rank
 
     def _find_rank(self, line: Line) -> int | None:
-        """Returns the rank in the job from the prefix of the line; without a prefix, the watchdog's rank, which may be
-        one within a group.
+        """Returns the rank in the job from the line's prefix; without a prefix, the rank that the watchdog names.
+
+        The watchdog's rank may be a rank within a group.
         """
         if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))

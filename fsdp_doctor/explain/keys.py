@@ -27,7 +27,10 @@ def find_keys(text: str) -> list[list[str]]:
 
 
 def read_load_keys(text: str) -> tuple[str, str] | None:
-    """Compares the missing with the unexpected keys in a message of load_state_dict."""
+    """Compares the missing with the unexpected keys in a message of load_state_dict, as ``compare_keys`` does.
+
+    Returns None for any other message.
+    """
     lists = {match["kind"]: _QUOTED.findall(match["names"]) for match in _OF_LOAD.finditer(text)}
     if "Missing" not in lists or "Unexpected" not in lists:
         return None
@@ -54,7 +57,7 @@ def compare_keys(
 
 
 def _find_added(longer: Sequence[str], shorter: Sequence[str]) -> str:
-    """Finds the piece that must be removed from most of the longer names to get the shorter names."""
+    """Finds the piece whose removal turns most of the longer names into shorter names; empty if there is none."""
     known = set(shorter)
     pieces: Counter[str] = Counter()
     for name in longer:

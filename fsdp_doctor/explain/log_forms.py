@@ -59,8 +59,9 @@ _NARROWEST, _WIDEST, _LONGEST_WORD = 60, 132, 24
 
 
 class FormReader:
-    """Undoes the forms of one file. Call ``undo`` with the lines of each piece in order; the first piece shows how
-    lines begin.
+    """Restores the lines of one file. Call ``undo`` with the lines of each piece in order.
+
+    The first piece shows how the file's lines begin.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Reads a log, in whatever form it was kept or pasted, as lines with the rank or process that wrote each.
 
-Encodings, colours, line ends, the width of a terminal and prefixes are known only here and in ``log_forms``.
+Only this module and ``log_forms`` handle encodings, colours, line ends, the width of a terminal, and prefixes.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class LogInput:
 
 
 def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the same bytes in parts at least as large as those read from a file."""
+    """Yields the same bytes in larger parts: all but the last have at least the size of a read from a file."""
     block = bytearray()
     for part in parts:
         block += part
@@ -332,9 +332,7 @@ def split_lines(number: int, raw: str) -> list[Line]:
 
 
 def parse_line(number: int, raw: str) -> Line:
-    """Separates the text of a line from its prefixes. There may be several: a time, Ray's prefix, and torchrun's
-    prefix.
-    """
+    """Separates the text of a line from its prefixes. A line may have a time, Ray's prefix, and torchrun's prefix."""
     sources: list[str] = []
     position, stamped = 0, False
     raw = raw[:_MAX_LINE]

@@ -1,4 +1,4 @@
-"""The mechanisms of failures, which are data, and the facts that a mechanism reads from a text."""
+"""Reads the table of mechanisms by which jobs fail, and applies a mechanism to a text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reading:
     when: the phase of the job; empty if no frame shows it.
     called: the line of the job that led to the exception; empty if the log does not have it.
     lines: the places in the log from which these facts were read.
-    vague: whether a symptom in the same log says more.
+    vague: whether a symptom in the same log would say more.
     subjects: the keys under which circumstances.toml has the causes for this failure.
     """
 
@@ -62,7 +62,7 @@ def read_mechanisms() -> tuple[Mechanism, ...]:
 
 
 def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
-    """Returns the contradiction and the deciding step, with facts of the text; None if the text does not show it."""
+    """Returns a mechanism's contradiction and deciding step, with facts of the text; None if the text shows neither."""
     match = next((match for pattern in mechanism.shown if (match := pattern.search(text))), None)
     if match is None:
         return None
@@ -77,8 +77,10 @@ def apply_mechanism(mechanism: Mechanism, text: str) -> tuple[str, str] | None:
 
 
 def _find_ratio(a: int, b: int, fewest: int) -> str:
-    """Returns how many times the smaller number is in the larger one, with at most one padding element for each; empty
-    if no number of ranks would explain the two.
+    """Returns the number of ranks by which the smaller size must be multiplied to give the larger size.
+
+    The product may differ from the larger size by one padding element for each rank. Returns an empty text if no
+    number of ranks explains the two sizes.
 
     fewest: the smallest shard that counts.
     """

@@ -1,4 +1,4 @@
-"""Reads from a traceback who raised the exception, in which phase of the job, and which line of the job led to it."""
+"""Reads from a traceback which library raised the exception, in which phase, and which line of the job led to it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class JobCall:
 
 
 def find_who(frames: Sequence[str]) -> str:
-    """Names who raised an exception by its frames; empty if no frame says it."""
+    """Names the library that raised an exception, by its frames; empty if no frame shows it."""
     below = ""
     for frame in reversed(frames):
         if below and find_package(frame) not in ("torch", "python"):
@@ -116,7 +116,7 @@ def find_who(frames: Sequence[str]) -> str:
 
 
 def find_when(frames: Sequence[str]) -> str:
-    """Names the phase of the job by the frames; empty if no frame says it."""
+    """Names the phase of the job, by the frames; empty if no frame shows it."""
     return next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
 
 
@@ -142,8 +142,8 @@ class RaisingPlace:
 
     Directories are left out, because a package may be in another directory on another node.
 
-    innermost: the innermost frame, and the innermost frame of the job.
-    lines: all frames.
+    innermost: the place of the innermost frame, and of the innermost frame of the job.
+    lines: the places of all frames.
     """
 
     innermost: tuple[str, ...]
@@ -180,7 +180,7 @@ def find_function(frame: str) -> str:
 
 
 def find_call(raised: Raised) -> JobCall | None:
-    """Finds the call that led from other code into the package that raised the exception; None if it is not there."""
+    """Finds the call that led from other code into the package that raised the exception; None if no frame shows it."""
     frames = raised.frames
     if not frames:
         return None

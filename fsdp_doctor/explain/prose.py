@@ -1,4 +1,4 @@
-"""Reads what people write about a failure that raised nothing: what was seen, after what, in which circumstances."""
+"""Reads descriptions by people of a failure without an exception: the symptom, the event before, the circumstances."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ProseReader:
         return "\n".join(line for _, line in self._lines)
 
     def end(self) -> Reading | None:
-        """Returns what the prose tells of; None if it tells of nothing that belongs to sharded training."""
+        """Returns the symptom that the prose describes; None if it describes no symptom of sharded training."""
         text = self.text
         if not text or _ABOUT.search(text) is None:
             return None
@@ -159,7 +159,10 @@ class ProseReader:
         return None
 
     def _find_observation(self, sentences: Sequence[_Sentence], meant: Sequence[int], text: str) -> Reading | None:
-        """Reads the first observation that one of the meant sentences shows."""
+        """Returns the reading of the first observation that a sentence shows; None if none of them shows any.
+
+        meant: the indices of the sentences to search.
+        """
         for observation in _read_tables().observation:
             for at in meant:
                 if not _shows(observation.shown, sentences[at].text) or _shows(observation.unless, sentences[at].text):
@@ -176,7 +179,7 @@ class ProseReader:
     ) -> Reading:
         """Writes the possible causes of an observation, and the command that decides.
 
-        told: a clash to write instead of the observation's own; empty for the observation's own.
+        told: a contradiction to write instead of the observation's own; empty for the observation's own.
         """
         name = event.name if event is not None else ""
         names, causes = find_causes(
@@ -203,7 +206,10 @@ def is_prose(raw: str) -> bool:
 
 
 def _list_counts(text: str) -> dict[int, str]:
-    """Lists the numbers of ranks that a text names, and their quotients, which may be sizes of a mesh's dims."""
+    """Maps possible numbers of ranks to where they come from: numbers in the text, and quotients of these numbers.
+
+    A quotient may be the size of a dimension of the mesh.
+    """
     named = {int(match["before"] or match["after"]) for match in _COUNT.finditer(text)} - {0, 1}
     counts = dict.fromkeys(named, "the text names this number of ranks or micro-batches")
     for large, small in itertools.permutations(sorted(named), 2):
@@ -233,7 +239,7 @@ def _shows(patterns: Sequence[str], text: str) -> bool:
 
 
 def _split(lines: Sequence[tuple[int, str]]) -> Iterator[_Sentence]:
-    """Yields the sentences of the prose. A sentence that goes on in the next line is one."""
+    """Yields the sentences of the prose. A sentence that goes on in the next line is yielded as one sentence."""
     joined: list[str] = []
     begin = last = 0
     for number, raw in lines:
@@ -256,7 +262,7 @@ def _split_joined(lines: Sequence[str], begin: int) -> Iterator[_Sentence]:
 
 
 def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str]) -> JobEvent | None:
-    """Finds the event with which something was seen: first in the sentence ``at`` itself, then in the other sentences.
+    """Finds the event after which something was seen: first in the sentence ``at`` itself, then in the other sentences.
 
     A phrase such as "after a resume" counts more than the word "resume" alone, and most if its words are close.
     """
@@ -270,9 +276,9 @@ def _find_event(sentences: Sequence[_Sentence], at: int, allowed: Sequence[str])
 
 
 def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) -> JobEvent | None:
-    """Finds the event whose words come soonest behind a word such as "after".
+    """Finds the event whose words follow most closely behind a word such as "after".
 
-    If no event's words come behind such a word, finds the first event whose words are in the sentences at all.
+    If no event's words follow such a word, finds the first event whose words are in the sentences at all.
     """
     gaps = [min((_measure_gap(event, sentence.text) for sentence in sentences), default=_FAR) for event in events]
     if min(gaps, default=_FAR) < _FAR:

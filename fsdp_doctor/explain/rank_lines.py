@@ -1,4 +1,4 @@
-"""Names the rank that wrote a line, and holds what the readers of symptoms in several lines share."""
+"""Names the rank that wrote a line, and defines what all readers of symptoms in several lines use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _RANKS = ("rank", "local rank", "task")
 
 
 class Found(NamedTuple):
-    """A symptom: what does not fit, what decides, and the numbers of the lines that show it."""
+    """A symptom.
+
+    clash: the contradiction.
+    decide: the question or command that would lead to the cause.
+    numbers: the numbers of the lines that show the symptom.
+    """
 
     clash: str
     decide: str
@@ -25,7 +30,7 @@ class Found(NamedTuple):
 
 
 def name_rank(text: str, source: str) -> str:
-    """Names the rank that wrote a line: its source if that is a rank, else the rank in the text; empty without any."""
+    """Names the rank that wrote a line: the source if it is a rank, else the rank in the text; empty without a rank."""
     if source.startswith(_RANKS):
         return source
     rank = RANK.search(text)

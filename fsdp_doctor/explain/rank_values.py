@@ -31,7 +31,7 @@ def names_total(raw: str) -> bool:
 
 
 class ValueReader:
-    """Finds ranks whose values differ from those of the other ranks in the same message."""
+    """Finds ranks whose values differ from the values of the other ranks in the same message."""
 
     def __init__(self) -> None:
         self._totals: dict[str, _ByRank] = {}
@@ -56,7 +56,7 @@ class ValueReader:
                 of_message.lines.append(number)
 
     def end(self) -> Found | None:
-        """Compares the values of the ranks after the end of the log."""
+        """Returns, after the end of the log, the symptom that the ranks' values differ; None if they do not."""
         return self._compare_totals() or self._compare_memory()
 
     def _compare_totals(self) -> Found | None:

@@ -40,7 +40,7 @@ def read_failure(
     told: str = "",
     around: Around | None = None,
 ) -> Reading | None:
-    """Returns the facts about one exception; None if neither its message nor its frames show any.
+    """Returns the facts about one exception; None if neither its message nor its frames show a fact.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
@@ -69,8 +69,8 @@ def _read_clash(
 ) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, then a need of the call that failed, and then the form of the
-    traceback. Only a need with ``comes_first`` comes before the mechanism.
+    A mechanism that the message shows comes first, then the contract of the call that failed, and then the form of the
+    traceback. Only a contract with ``comes_first`` comes before the mechanism.
     """
     if raised.cut:
         return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
@@ -103,7 +103,10 @@ def _write_advice(raised: Raised) -> str:
 
 
 def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, bool] | None:
-    """Returns what the first mechanism says that the message shows; None if it shows none."""
+    """Applies the first mechanism that the message shows; None if it shows none.
+
+    Returns (the contradiction, the deciding step, whether a symptom of the log would say more).
+    """
     for mechanism in read_mechanisms():
         if mechanism.symptom or not _is_placed(mechanism, raised):
             continue
@@ -148,7 +151,7 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
 
 
 def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
-    """Adds to a symptom the causes that circumstances of the log suggest, and the sentences that compare."""
+    """Adds to a symptom the causes that the log suggests, and the log's sentences on where the job does not fail."""
     if symptom is None:
         return None
     names, causes = find_causes(around.text, symptom.subjects)

@@ -175,7 +175,10 @@ def _write_place(frame: str) -> str:
 
 
 def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None:
-    """Reads from the form of the traceback who refused what, and which line of the job asked for it."""
+    """Reads from the form of the traceback which function refused what, and which line of the job called it.
+
+    Returns the contradiction and the deciding step; None if the traceback has none of the known forms.
+    """
     if not raised.frames:
         return _read_bare_refusal(raised)
     innermost = raised.frames[-1]
@@ -221,7 +224,7 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
 
 
 def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
-    """Reads a Python error in a line of a package, which does not depend on the tensors."""
+    """Reads a Python error in a line of a package that does not depend on the tensors."""
     package, code = find_package(innermost), raised.code_of.get(innermost, "")
     if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
         return None
@@ -234,7 +237,10 @@ def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
 
 
 def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tuple[str, str] | None:
-    """Reads an operation that C++ refused, by the line that called it."""
+    """Returns the contradiction and the deciding step for an operation that C++ refused; None for another failure.
+
+    code: the line that called the operation.
+    """
     if raised.type not in _OF_OPERATIONS or not code or _ANYWHERE.search(raised.message):
         return None
     clash = f"the operation `{shorten(code)}` in `{inside}` fails: {shorten(raised.message)}"
@@ -247,7 +253,7 @@ def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tu
 
 
 def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
-    """Reads an operation on tensors that C++ refused in a line of the job itself."""
+    """Returns the same as ``_read_operation``, for an operation on tensors that a line of the job itself called."""
     frame = raised.frames[-1]
     code = raised.code_of.get(frame, "")
     if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):
@@ -318,7 +324,7 @@ def _read_lookup(raised: Raised, call: JobCall, inside: str, code: str) -> tuple
 
 
 def _find_argument(call: JobCall, message: str) -> str:
-    """Finds the argument that a message is about: a keyword of the call that the message names, or any name in it."""
+    """Finds the argument that a message is about: a keyword of the call, or a name in the message; else empty."""
     folded = message.lower().replace("_", "")
     names: list[str] = [first or second for first, second in _WORD.findall(message)]
     keywords = _KEYWORD.findall(call.code)

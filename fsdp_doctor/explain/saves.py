@@ -1,4 +1,4 @@
-"""Compares what the ranks say of a save: to which directory it goes, and which ranks ended it."""
+"""Compares the lines of the ranks about a save: the directory that it goes to, and the ranks that ended it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SaveReader:
         self._last_saved: dict[str, int] = {}
 
     def read(self, number: int, text: str, source: str) -> Found | None:
-        """Reads the next line that names a save, and returns the symptom that it ends."""
+        """Reads the next line that names a save, and returns the symptom that this line completes; None without one."""
         found = self._compare_directories(number, text, source)
         self._count_save(number, text, source)
         return found
@@ -63,7 +63,7 @@ class SaveReader:
         self._last_saved[name] = number
 
     def end(self) -> Found | None:
-        """Compares the ranks that began the last save with the ranks that ended it."""
+        """Returns the symptom that some ranks did not end the last save; None without it."""
         most = max(self._begun.values(), default=0)
         begun = [rank for rank in self._begun if self._begun[rank] == most]
         ended = [rank for rank in begun if self._ended[rank] == most]

@@ -87,7 +87,7 @@ class StackReader:
         self._last_rank: int | None = None
 
     def begin(self, name: str) -> None:
-        """Begins a file."""
+        """Begins to read the file ``name``."""
         self._name = name
         self._open.clear()
         self._thread.clear()

@@ -1,4 +1,4 @@
-"""Reads this room's tables, and matches their patterns."""
+"""Reads the TOML tables in this directory, and matches their patterns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 def read_table(name: str) -> dict[str, Any]:
-    """Reads a TOML file of this room by its name."""
+    """Reads the TOML file with this name in this directory."""
     return tomllib.loads(pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 

@@ -396,7 +396,7 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
 
 
 def make_command(entry: KnownFailure) -> str:
-    """Returns the command that reproduces the failure; empty if no case does."""
+    """Returns the command that reproduces the failure; empty if no case reproduces it."""
     if not entry.reproduced:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
@@ -411,7 +411,7 @@ def make_remedy_command(entry: KnownFailure) -> str:
 
 
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
-    """Renders the certain entry or the first likely entries whole, and of possible entries only what is open."""
+    """Renders the certain entry or the first likely entries whole; of possible entries, only the open questions."""
     matches = explanation.matches
     places = _join_places(explanation)
     grade = matches[0].grade

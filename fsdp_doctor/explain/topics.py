@@ -1,4 +1,4 @@
-"""Says what a message of FSDP's is about and which command says more, where the message shows no mechanism."""
+"""Finds the topic of a message about FSDP that shows no mechanism, and the command that shows more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_doctor.explain.tables import read_table, shows_any
 
 
 class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Subject of a message. ``topics.toml`` explains the fields."""
+    """A subject of a message. ``topics.toml`` explains the fields."""
 
     noun: str
     shown: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Replaces functions of frameworks by calls of this library, for releases whose source is known.
+"""Replaces functions of frameworks by functions of this library, for releases whose source is known.
 
 entry       the type of a fix, and the table of all fixes
 sources     finds a function in the installed release, and checks whether its source is known
@@ -6,8 +6,8 @@ applying    replaces the function in this process, and refuses a source that is 
 fixed_job   runs a user's job with fixes, and reads the reports of its processes
 job_hook    applies fixes in the job's processes when a framework is imported
 patches     writes fixes as a patch of the release, which needs only torch if ``edits.toml`` has the fix
-sending     functions that the replacements of senders share
-moving      functions that the replacements of offloads share, and a replacement for both verl and SkyRL
+sending     functions that the replacements for weight syncs share
+moving      functions that the replacements for offloads share, and a replacement for both verl and SkyRL
 on_verl     the replacements for verl; on_skyrl, on_trl, on_peft, on_accelerate, on_lightning, on_transformers for the
             others
 

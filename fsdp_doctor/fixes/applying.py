@@ -1,4 +1,4 @@
-"""Replaces a framework's functions in this process, if their source is one for which a fix was written."""
+"""Replaces a framework's functions in this process, if a fix was written for their source."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class AppliedFix:
             _say(self.fix, what)
 
     def report_overriding_classes(self) -> None:
-        """Reports classes that override the function, and so run their own function and not the replacement."""
+        """Reports classes that override the function, and therefore do not run the replacement."""
         for owner, name in self.places:
             for subclass in _list_overriding_classes(owner, name) if isinstance(owner, type) else ():
                 write_event("overridden", fix=self.fix.id, by=f"{subclass.__module__}.{subclass.__qualname__}")
 
     def revert(self) -> None:
-        """Puts the original back, also into modules that have imported the replacement."""
+        """Puts the original back, also in modules that have imported the replacement."""
         first = self.places[0]
         replacement = getattr(first.owner, first.name)
         for owner, name in (*self.places, *_list_modules_with(replacement)):
@@ -84,15 +84,15 @@ def apply(framework: str) -> list[AppliedFix]:
     All functions are checked before the first is replaced. A second call changes nothing and returns the same fixes.
 
     Raises UsageError for a framework without fixes. Raises CannotRun if the framework is not installed, if no fix is
-    for its version, if the function's source is not one for which the fix was written, if something else has already
-    replaced the function, or if a class outside the framework overrides it.
+    for its version, if the fix was not written for the function's source, if something else has already replaced the
+    function, or if a class outside the framework overrides it.
     """
     _apply(choose_fixes(framework))
     return [applied for applied in _applied.values() if applied.fix.framework == framework]
 
 
 def apply_to_module(module: str, ids: Collection[str]) -> None:
-    """Applies the fixes with the given ids whose function is in a module. Raises as :func:`apply`."""
+    """Applies the fixes with the given ids whose function is in a module. Raises the same errors as :func:`apply`."""
     frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.module == module}
     for framework in sorted(frameworks):
         fixes = [fix for fix in choose_fixes(framework) if fix.id in ids]
@@ -101,7 +101,10 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def hold_fix(id: str) -> Iterator[AppliedFix]:
-    """Applies a fix until the block ends. A fix that was applied before stays applied. Raises as :func:`apply`."""
+    """Applies a fix until the block ends. A fix that was applied before stays applied.
+
+    Raises the same errors as :func:`apply`.
+    """
     was_applied = id in _applied
     fixes = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
     if not fixes:
@@ -130,7 +133,10 @@ def use_fix(id: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def fall_back(reason: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls the original function for a case that its replacement does not cover, and writes each reason once."""
+    """Returns the result of the original function for a case that its replacement does not cover.
+
+    Writes each reason to stderr once.
+    """
     applied = find_applied(original)
     applied.num_left += 1
     applied.say_once(f"left to the original: {reason}")
@@ -144,7 +150,7 @@ def find_applied(original: Callable[..., Any]) -> AppliedFix:
 
 
 def read_global(original: Callable[..., Any], name: str) -> Any:
-    """Returns what the module of a replaced function has under a name."""
+    """Returns the global variable with the given name in the module of a replaced function."""
     return inspect.unwrap(original).__globals__[name]
 
 
@@ -171,8 +177,8 @@ def _apply(fixes: Iterable[FrameworkFix]) -> None:
 def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place, ...]]:
     """Returns the function that a fix replaces, and the places at which the replacement must be put.
 
-    Raises CannotRun if the function is not the one in the installed file, if an object other than a module refers to
-    it, or if a class outside the framework overrides it.
+    Raises CannotRun if the function was already replaced, if an object other than a module refers to it, or if a class
+    outside the framework overrides it.
     """
     fix = function.fix
     _, _, path = fix.target.partition(":")

@@ -20,17 +20,17 @@ class FrameworkFix:
     distribution: the package whose installed version decides.
     target: the replaced function, as ``module:qualified.name``.
     versions: the releases of the distribution, as a version specifier of pip.
-    sources: the releases that contain each known source of the function, by the source's sha256. The source runs from
+    sources: maps the sha256 of each known source of the function to the releases with this source. A source runs from
         the first decorator to the end of the function.
     mends: the short codes of the known failures that the fix prevents; empty if jobs without this function show the
         failure, too.
     cures: ids of cases that are ok with the fix and not ok without it, in a release of the range.
-    promises: the work of the replacement, for the user.
-    leaves: the cases that the replacement passes to the original, for the user.
+    promises: a text for the user about the results of the replacement.
+    leaves: a text for the user about the cases that the replacement passes to the original.
     replacement: the replacing function, as ``module:name``.
     on_every_rank: whether every rank of a job calls the function.
     places: texts, one of which a traceback of the failure contains; if empty, the function's name.
-    clue: the fact about a run that must be known instead of a place, if no traceback shows the function.
+    clue: if no traceback shows the function, the fact about a run that is required instead of a place.
 
     The replacement is called with the original, followed by the original's arguments. For a case that it does not
     cover, it calls the original through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -377,7 +377,8 @@ def find_fix_command(
 ) -> str:
     """Returns the command that runs a job with the fix for a known failure, and the releases for which it works.
 
-    Empty if there is no fix. The command for a framework may name fixes for the libraries whose functions it calls.
+    Returns an empty text if there is no fix. The command for a framework may name fixes for the libraries whose
+    functions it calls.
 
     mends: the short code of the failure, such as FD001.
     framework: the distribution of the job's framework; None if it is not known.

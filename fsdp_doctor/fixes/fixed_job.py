@@ -33,7 +33,7 @@ class FixReport:
     """The reports of a job's processes about one fix.
 
     called: the number of calls of the replacement.
-    left: the number of those calls that the original answered.
+    left: the number of calls of the replacement that it passed to the original.
     callers: the ranks that called the replacement.
     world: the number of ranks, as the callers reported it; the largest of several numbers.
     missing: the ranks that never called the replacement, although a rank of the same node did; empty for a function
@@ -108,7 +108,7 @@ class FixedJobRun:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of ``fsdp-doctor fix``: 3 if a fix was refused, otherwise the job's own if it is not 0.
+        """The exit code of ``fsdp-doctor fix``: 3 if a fix was refused, otherwise the job's exit code if it is not 0.
 
         After a job that ended with 0: 3 if no fix was called; 1 if a rank never called a fix or sent tensors that
         differ from the model; otherwise 0.
@@ -125,8 +125,8 @@ class FixedJobRun:
 def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[FixedFunction]:
     """Finds the functions to replace.
 
-    These are the functions with the given ids, or all functions of the given frameworks. Without either, the installed
-    framework is chosen: the one that trains, or else the libraries (``entry.LIBRARIES``) for whose releases there are
+    These are the functions with the given ids, or all functions of the given frameworks. Without ids and frameworks,
+    the installed framework that trains is chosen, or else the installed libraries (``entry.LIBRARIES``) that have
     fixes.
 
     Raises UsageError for an unknown framework or id, or if several frameworks that train are installed and none is

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 
 def read_options() -> dict[str, Any] | None:
-    """Reads the options of ``fsdp-doctor fix``; returns None if it did not start this job."""
+    """Returns the options of ``fsdp-doctor fix``; None if this process does not belong to a job that it started."""
     text = os.environ.get("FSDP_DOCTOR_FIX")
     return json.loads(text) if text else None
 

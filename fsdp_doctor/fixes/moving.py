@@ -1,4 +1,4 @@
-"""Replacements of offloads, and parts that they share."""
+"""Replacement for the offload in verl and SkyRL, and functions that replacements for offloads share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def is_uneven(model: nn.Module) -> bool:
 
 
 def offload_uneven_shards(original: Callable[..., Any], model: nn.Module, empty_cache: bool = True) -> Any:
-    """Replaces verl's and SkyRL's ``offload_fsdp2_model_to_cpu``, whose copies FSDP2 pads before they have arrived."""
+    """Replaces verl's and SkyRL's ``offload_fsdp2_model_to_cpu``.
+
+    The original copies without blocking, and FSDP2 pads uneven shards before the copies have arrived.
+    """
     if not is_uneven(model):
         return fall_back("a model whose shards are even", original, model, empty_cache=empty_cache)
     for module in model.modules():

@@ -31,9 +31,9 @@ def load_full_state(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Replaces ``_set_model_state_dict``.
+    """Replaces ``_set_model_state_dict`` for a full state dict, which it loads with ``load_full_tensors``.
 
-    Under FSDP2 only rank 0 has the full state; under FSDP1 every rank has it.
+    Under FSDP2 only rank 0 has the full state dict; under FSDP1 every rank has it.
     """
 
     def leave(reason: str) -> Any:
@@ -78,8 +78,9 @@ def load_sharded_optimizer(
     adapter_only: bool = False,
     **options: Any,
 ) -> Any:
-    """Replaces ``load_fsdp_optimizer``, which loads only state that the optimizer already has, so it loads nothing
-    before the first step.
+    """Replaces ``load_fsdp_optimizer``, which loads nothing before the optimizer's first step.
+
+    The original loads only into state that the optimizer already has, so the replacement first makes empty state.
     """
     arguments = (fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index, adapter_only)
     is_sharded = fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT and options.get("use_dcp", True)

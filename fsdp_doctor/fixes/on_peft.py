@@ -22,8 +22,8 @@ def take_adapter_within_fsdp1(
 ) -> Any:
     """Replaces ``get_peft_model_state_dict``, which looks up names of modules in the state dict.
 
-    In a state dict of FSDP1 the wrappers are missing from the names, so the original finds nothing. If a state dict is
-    given, nothing is gathered, because callers pass one on a single rank.
+    The names in a state dict of FSDP1 do not contain the wrappers, so the original finds nothing. If a state dict is
+    given, nothing is gathered, because callers give a state dict on a single rank only.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fall_back("a model that FSDP1 does not shard", original, model, state_dict, *arguments, **options)

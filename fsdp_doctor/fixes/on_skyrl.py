@@ -1,4 +1,4 @@
-"""The replacements for SkyRL, read in SkyRL 0.3.0 (``backends/skyrl_train/distributed/fsdp_utils.py``)."""
+"""Replacements for SkyRL, based on the source of SkyRL 0.3.0 (``backends/skyrl_train/distributed/fsdp_utils.py``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def collect_adapter(original: Callable[..., Any], model: nn.Module) -> Any:
 
 
 def tie_before_sharding(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces ``apply_fsdp2``, whose model has lost its ties: the move to the meta device separates tied weights."""
+    """Replaces ``apply_fsdp2``, whose model has lost its tied weights: the move to the meta device separates them."""
     if not model.config.tie_word_embeddings:
         return fall_back("a model without tied weights", original, model, *arguments)
     model.tie_weights()

@@ -29,7 +29,7 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
 
 
 def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces the ends of ``from_pretrained``, which leave shards under CPUOffloadPolicy on the device."""
+    """Replaces the last functions of ``from_pretrained``, which leave shards under CPUOffloadPolicy on the device."""
     if not is_offloaded(model):
         return fall_back("a model that is not offloaded", original, model, *arguments)
     loaded = original(model, *arguments)

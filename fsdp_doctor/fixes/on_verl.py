@@ -20,14 +20,15 @@ from fsdp_doctor.weights.fingerprints import fingerprint
 
 
 def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """Replaces ``FSDPEngine.get_per_tensor_param`` before verl 0.9, which casts only sharded tensors, which are the
-    parameters.
+    """Replaces ``FSDPEngine.get_per_tensor_param`` before verl 0.9.
+
+    Like the original, it casts only the parameters to bfloat16, and leaves buffers in their own dtype.
     """
     return _send(original, torch.bfloat16, engine, *arguments, **options)
 
 
 def send_in_own_dtype(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """Replaces ``FSDPEngine.get_per_tensor_param`` from verl 0.9 on, which casts only merged weights."""
+    """Replaces ``FSDPEngine.get_per_tensor_param`` since verl 0.9. Like the original, it casts only merged weights."""
     merges = engine.model_config.lora.get("merge", False)
     has_adapters = hasattr(engine.module, "peft_config")
     return _send(original, torch.bfloat16 if merges and has_adapters else None, engine, *arguments, **options)

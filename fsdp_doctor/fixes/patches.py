@@ -40,8 +40,8 @@ class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Patch:
     """A unified diff for ``patch -p1`` in the directory that contains the frameworks' packages.
 
-    importing: ids of the fixes whose functions import this library in the patched framework; the others need only
-        torch.
+    importing: ids of the fixes whose functions import this library in the patched framework; the functions of other
+        fixes need only torch.
     """
 
     text: str
@@ -57,9 +57,9 @@ def read_edits() -> list[Edit]:
 def render_patch(functions: Iterable[FixedFunction]) -> Patch:
     """Renders the fixes as a patch.
 
-    Functions with edits are changed so that they need only torch. The others are decorated with
-    :func:`fsdp_doctor.fixes.use_fix`, and need this library. Raises CannotRun if the rest of a module differs from the
-    source for which the edits were written.
+    Functions with edits are changed so that they need only torch. The other functions are decorated with
+    :func:`fsdp_doctor.fixes.use_fix`, and need this library. Raises CannotRun if a module does not contain the text
+    that an edit replaces.
     """
     functions = list(functions)
     edits = read_edits()

@@ -1,4 +1,4 @@
-"""Functions that the replacements of senders share."""
+"""Functions that the replacements for weight syncs share."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _MOST_SHOWN = 5
 
 
 def choose_bucket_bytes(infos: Mapping[str, WeightInfo], dtype: torch.dtype | None = None) -> int:
-    """Returns half of the bytes of the largest tensor, so two buckets need no more memory than sending tensors one by
-    one.
+    """Returns half of the bytes of the largest tensor, so that two buckets need no more memory than this tensor.
 
     infos: the tensors that are sent.
-    dtype: the dtype to which they are cast; None if they keep theirs.
+    dtype: the dtype to which the tensors are cast; None if each tensor keeps its dtype.
     """
     bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
     return max(max(bytes_each, default=0) // 2, 1)
 
 
 def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Lists the sent names that are buffers. In the model a name may have further words in front and inside."""
+    """Lists the names that belong to buffers. A name may lack the first parts of the buffer's name in the model."""
     buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
     return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]
 
@@ -37,10 +36,10 @@ def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
 def check_sent(
     original: Callable[..., Any], tensors: Iterable[tuple[str, torch.Tensor]], compute: Callable[[], Fingerprints]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns the tensors to send; under ``fix --verify`` the tensors of the first call are compared as they pass.
+    """Returns the tensors; under ``fix --verify``, those of the first call are compared with the model while they pass.
 
-    compute: a function that computes the fingerprints of the model's shards. Every rank calls it before anything is
-    gathered.
+    compute: a function that computes the fingerprints of the model's shards. Every rank calls it before a tensor is
+        gathered.
     """
     applied = find_applied(original)
     options = read_options()

@@ -60,7 +60,7 @@ def is_for(fix: FrameworkFix, version: str) -> bool:
 def find_function(fix: FrameworkFix) -> FixedFunction:
     """Finds the function that a fix replaces, in the installed release.
 
-    Raises CannotRun if the release has no such function, or if its source is not one for which the fix was written.
+    Raises CannotRun if the release has no such function, or if the fix was not written for the function's source.
     """
     module, _, path = fix.target.partition(":")
     version = _read_version(fix)

@@ -32,9 +32,7 @@ class RunDevice:
 def resolve(asked: str) -> str:
     """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device.
 
-    Makes no context on a device.
-
-    ``torch.accelerator.is_available`` calls the accelerator's own Python module, which does not initialize CUDA if
+    ``torch.accelerator.is_available`` calls the accelerator's own Python module, which makes no CUDA context if
     PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
     """
     import torch
@@ -46,7 +44,7 @@ def resolve(asked: str) -> str:
 
 
 def load(device: RunDevice, asked: str) -> None:
-    """Makes the device known to torch. Must be called before any process is forked.
+    """Makes the device known to torch. Call this function before any process is forked.
 
     Raises CannotRun if the emulated device cannot be built, and UsageError if the device does not support a setting.
 
@@ -73,7 +71,7 @@ def load(device: RunDevice, asked: str) -> None:
 
 
 def count(device_type: str) -> int:
-    """Counts the ranks for which this node has a device. Any number of ranks can share the CPU."""
+    """Returns the number of ranks for which this node has a device. Any number of ranks can share the CPU."""
     import torch
 
     if device_type == "cpu":
@@ -82,7 +80,7 @@ def count(device_type: str) -> int:
 
 
 def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
-    """Raises CannotRun if this node has fewer devices than ranks."""
+    """Raises CannotRun if this node has no device for the rank."""
     num_devices = count(device_type)
     if num_devices == 0:
         raise CannotRun(f"torch sees no {device_type} on this node; give --device auto to use the available device")

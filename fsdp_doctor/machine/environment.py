@@ -1,7 +1,7 @@
 """Collects the facts about this machine that a bug report needs, from an allow-list.
 
 The facts contain no user name, no host name unless it is requested, and no home directory, which is written as ``~``.
-Of the environment variables, they contain only those that change the behaviour of torch or NCCL.
+Only environment variables that change the behaviour of torch or NCCL are included.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EnvironmentFacts(TypedDict, total=False):
     torch: the version of torch, or the reason why torch cannot be imported.
     cuda, hip: the version that torch was built for.
     accelerators: the names of the accelerators.
-    nccl: the version of NCCL.
+    nccl, driver: the versions of NCCL and of Nvidia's driver.
     """
 
     python: str
@@ -159,7 +159,7 @@ def format_lines(facts: EnvironmentFacts) -> list[str]:
 
 
 def write_home_as_tilde(text: str) -> str:
-    """Replaces the home directory in ``text`` by ``~``. Used for everything that goes into a report."""
+    """Replaces the home directory in ``text`` by ``~``, as in every text of a report."""
     home = os.environ.get(USERS_HOME) or os.path.expanduser("~")
     if len(home) < 2:
         return text

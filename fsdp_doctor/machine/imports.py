@@ -35,11 +35,11 @@ def freeze_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def import_before_forks() -> Iterator[None]:
-    """Imports, in this block, modules that forks of this process need; keeps imports from making a CUDA context.
+    """Keeps the imports in its block from making a CUDA context, so that forks of this process can use CUDA.
 
     A fork cannot use CUDA if this process has a context. torchao and bitsandbytes, which transformers and peft import
-    where they are installed, ask for the properties of the devices when they are imported, and so make a context.
-    In this block, both seem not to be installed on a machine with CUDA; a fork can import them.
+    where they are installed, make a context when they are imported, because they ask for the properties of the devices.
+    On a machine with CUDA, this block makes torchao and bitsandbytes seem not installed; a fork can import them.
     """
     # Without this variable, torch.cuda.is_available() would initialize CUDA in this process.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -1,4 +1,4 @@
-"""Executes files of this program in the processes of a user's job. The job's command is not changed."""
+"""Makes the processes of a user's job execute files of this program. The job's command is not changed."""
 
 from __future__ import annotations
 

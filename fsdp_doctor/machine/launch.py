@@ -1,4 +1,4 @@
-"""Ranks: reads this process's place among the processes that torchrun started, and starts ranks without torchrun."""
+"""Reads this process's place among the ranks that torchrun started, and starts ranks without torchrun."""
 
 from __future__ import annotations
 
@@ -171,9 +171,9 @@ def _measure_free_bytes(num_devices: int) -> int:
 def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:
     """Runs this program again on ``nproc`` ranks of this node, or on several groups of ``nproc`` ranks.
 
-    Each rank has torchrun's variables, is a fork of this process, and does not repeat its imports. Returns the exit
-    code of the first group's rank 0, or DoctorFault's if another rank has failed first. Raises Interrupted after
-    SIGINT, SIGTERM or SIGHUP, which it passes on to the ranks. No rank outlives the call or this process.
+    Each rank is a fork of this process with torchrun's variables, so it does not repeat the imports. Returns the exit
+    code of the first group's rank 0, or DoctorFault's if another rank has failed first. After SIGINT, SIGTERM or
+    SIGHUP, passes the signal to the ranks and raises Interrupted. No rank outlives the call or this process.
     """
     import socket
     from multiprocessing.context import ForkProcess

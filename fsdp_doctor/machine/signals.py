@@ -1,4 +1,4 @@
-"""Signals that end a run. The user, the system, or the kernel after the end of the parent process sends them."""
+"""Handles the signals that end a run. A signal comes from the user, from the system, or at the parent's end."""
 
 from __future__ import annotations
 

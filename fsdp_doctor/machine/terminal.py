@@ -15,7 +15,7 @@ def measure_width(most: int = 120) -> int:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Wraps ``text``. A line that is too long is broken at blanks, and its continuation is indented by two more."""
+    """Wraps ``text``. A line that is too long is broken at blanks, and the rest is indented two columns more."""
     return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
 
 

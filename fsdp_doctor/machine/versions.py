@@ -33,7 +33,10 @@ def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def is_at_least(installed: str, oldest: str) -> bool:
-    """Compares only the release numbers: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10."""
+    """Returns whether ``installed`` is ``oldest`` or newer.
+
+    Only the release numbers are compared: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10.
+    """
     from packaging.version import Version
 
     return Version(installed).release >= Version(oldest).release

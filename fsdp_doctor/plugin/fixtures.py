@@ -1,4 +1,4 @@
-"""The fixtures: ``this_rank``, and ``fsdp_case``, a scenario of the matrix whose method is the test's code."""
+"""The fixtures ``this_rank`` and ``fsdp_case``, a model in a scenario of the matrix for the test's own code."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class ThisRank:
     scratch: pathlib.Path = field(repr=False)
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """Makes a device mesh, with one dimension over all ranks if no shape is given. Every rank must call it."""
+        """Makes a device mesh, by default with one dimension over all ranks. Every rank must call this method."""
         return init_device_mesh(self.device.type, shape or (self.world_size,), mesh_dim_names=names)
 
     def barrier(self) -> None:
-        """Waits until every rank has called it. Uses gloo, and does not wait for work on a device."""
+        """Waits until every rank has called this method. Uses gloo, and does not wait for work on a device."""
         dist.barrier(group=self.control)
 
 
 class KeptScenarios:
-    """The trainers of this rank that are still usable after earlier tests. Every rank keeps the same ones.
+    """The trainers of this rank that are still usable after earlier tests, for the same scenarios on every rank.
 
     whole: whether all ranks have ended every case in the same way, so that further cases can run in the same workers.
     """
@@ -65,7 +65,7 @@ class KeptScenarios:
         return self._trainers.pop(scenario, None)
 
     def keep(self, trainer: Trainer) -> None:
-        """Keeps a trainer. If there are too many, the oldest one is dropped."""
+        """Keeps a trainer. If there are too many, the oldest trainer is dropped."""
         if len(self._trainers) == _MOST_KEPT:
             del self._trainers[next(iter(self._trainers))]
         self._trainers[trainer.scenario] = trainer
@@ -154,8 +154,8 @@ class FsdpCase:
     def train_step(self, *, unstage: bool = False) -> None:
         """Trains a step, after which extractions must return the new weights. Only for a test that extracts.
 
-        Every rank must call it. Before and after the step, the model is in the state of its scenario, for example
-        offloaded.
+        Every rank must call this method. Before and after the step, the model is in the state of its scenario, for
+        example offloaded.
 
         unstage: the same as for :meth:`check`.
         """
@@ -179,7 +179,7 @@ class FsdpCase:
     def check(self, result: Any = None, *, unstage: bool = False) -> None:
         """Compares the result of the test with the model bit by bit, and then trains a step.
 
-        Every rank must call it, once. A failure on any rank fails the test on every rank in the same way.
+        Every rank must call this method once. A failure on any rank fails the test on every rank in the same way.
 
         result: for a test that extracts, a mapping or an iterable of (name, tensor), or a function that takes the model
             and returns such a result. The function is called twice, with a training step in between, to find weights

@@ -49,7 +49,7 @@ def select_frames(text: str, *, kept: int) -> str:
 def _is_of_a_library(file: str) -> bool:
     """Returns whether the file belongs to a library.
 
-    file: the full path of the file, or a path that begins with its package.
+    file: the full path of the file, or a path that begins with the library's package.
     """
     path = pathlib.Path(file)
     if file.startswith("<"):

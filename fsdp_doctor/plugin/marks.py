@@ -68,7 +68,7 @@ def read_contract(function: object) -> Contract:
 
 
 def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
-    """Makes one test for each scenario.
+    """Makes one test for each scenario that the test's mark names.
 
     An invalid mark is ignored here, and refused by :func:`read` when its test runs.
     """
@@ -85,9 +85,9 @@ def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
 
 
 def read(item: pytest.Item, device: str) -> MarkedTest:
-    """Reads the marks of a test. Raises UsageError if they are invalid.
+    """Reads the marks of a test. Raises UsageError for an invalid mark.
 
-    device: the device to use if the mark names none.
+    device: the device to use if the mark names no device.
     """
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
         raise UsageError(f"{item.name} is not a test function: mark a function, or a method of a plain pytest class")
@@ -107,7 +107,7 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
 
 
 def _find_scenario(item: pytest.Function) -> Scenario | None:
-    """Returns the scenario of a test that a mark was expanded to; None for a test without a scenario."""
+    """Returns the scenario for which pytest made this test from its mark; None for a test without a scenario."""
     if item.get_closest_marker("fsdp") is None:
         return None
     parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
@@ -170,7 +170,7 @@ def _list_values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
 
 
 def _explain_impossible(axis: str, value: str) -> str:
-    """Explains why no test can have this value of an axis; empty if a test can."""
+    """Explains why no test can have this value of an axis; empty if a test can have it."""
     match parse_value(axis, value):
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"

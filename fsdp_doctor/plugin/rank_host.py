@@ -1,4 +1,4 @@
-"""Starts the process that supervises the ranks with the first marked test, and ends it with pytest's session.
+"""Starts the process that supervises the ranks when the first marked test runs, and ends it with pytest's session.
 
 Also defines the messages that pytest, the supervising process and the ranks exchange.
 """
@@ -90,7 +90,7 @@ class PhaseCommand:
     """Tells a rank to run one phase of one test.
 
     number: the number of the test in this run.
-    next_nodes: ids of the nodes, parents included, of the next test; empty after the last one.
+    next_nodes: the node ids of the next test and of its parents; empty after the last test.
     still_whole: whether every rank has done the same so far and has left nothing behind, so that collectives must work.
     """
 
@@ -120,7 +120,7 @@ class PhaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseAnswer:
-    """The end of a phase on every rank.
+    """The reports of all ranks at the end of a phase.
 
     goes_on: whether the test's next phase can run in the same workers.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """The settings that the ranks of one generation share.
+    """The settings that the workers of one generation share. A generation is the workers started together on all ranks.
 
     generation: the number of the generation in this run of pytest.
     store_port: the port of the store on this node.
@@ -198,7 +198,7 @@ class RankSession:
         """Runs a phase of a test and reports how it ended.
 
         undo: a function that reverts side effects of the phase, and returns the reason to retire this worker; empty if
-        there is none.
+            there is none.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         if call.excinfo is not None and self._shortens:
@@ -242,7 +242,7 @@ class RankSession:
 
 
 def _name_in_file(node_id: str) -> str:
-    """Returns a test's name in its file. In pytest 8 the part before it differs if the file is outside of the root."""
+    """Returns a test's name in its file. In pytest 8 the id's first part differs if the file is outside of the root."""
     return node_id.partition("::")[2]
 
 

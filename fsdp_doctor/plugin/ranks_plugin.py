@@ -1,6 +1,7 @@
 """Runs the marked tests on ranks from pytest's process, phase by phase, and reports how they end.
 
-If a phase fails on a rank, it raises here too, so that marks, ``-x``, reports and other plugins see an ordinary test.
+A phase that fails on a rank raises in this process, too, so that marks, ``-x``, reports and other plugins see an
+ordinary test.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
 class RanksPlugin:
-    """The plugin in pytest's own process. It is registered once a test is marked."""
+    """The plugin in pytest's own process, which is registered if a collected test is marked."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -64,7 +65,7 @@ class RanksPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """Passes the time limit of pytest-timeout to the ranks, whose stacks are shown when it is reached."""
+        """Passes pytest-timeout's time limit to the ranks. When the limit is reached, their stacks are shown."""
         if not _is_marked(item):
             return None
         item.stash[_LIMIT] = settings.timeout
@@ -108,7 +109,7 @@ class RanksPlugin:
         self._end_hosts()
 
     def _run_on_ranks(self, item: pytest.Item, phase: TestPhase, nextitem: pytest.Item | None = None) -> None:
-        """Runs a phase on the ranks. Returns if it passed on every rank; otherwise raises as pytest expects."""
+        """Runs a phase on the ranks. Fails, skips or xfails the test if the phase did not pass on every rank."""
         assert self._running is not None
         command = PhaseCommand(
             phase=phase,
@@ -164,10 +165,10 @@ class RanksPlugin:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseOutcome:
-    """The end of a phase, over all ranks.
+    """The result of a phase, over all ranks.
 
     skipped: the ranks whose own pytest skipped the test.
-    xfailed: the ranks whose own pytest expected its failure.
+    xfailed: the ranks whose own pytest expected the test's failure.
     silent: the ranks whose own pytest reported nothing.
     reason: the reason of the ranks that skipped the test or expected its failure.
     details: sections on a failure.
@@ -186,7 +187,7 @@ class PhaseOutcome:
 
     @property
     def alike(self) -> bool:
-        """Returns whether every rank ended in the same way, or the verdict names all of them."""
+        """Returns whether every rank ended in the same way; a bad verdict must name all ranks."""
         same = len(self.skipped) in (0, self.num_ranks) and len(self.xfailed) in (0, self.num_ranks)
         return same and (not self.verdict.bad or len(self.verdict.ranks) == self.num_ranks)
 

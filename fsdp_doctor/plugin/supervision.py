@@ -46,7 +46,7 @@ def main(descriptor: int) -> None:
 
 
 class Supervision:
-    """The groups of workers that tests have needed so far. A group that is no longer whole is ended."""
+    """The groups of workers that tests have needed so far. A group that a test leaves in a bad state is ended."""
 
     def __init__(self, preparation: Preparation, connection: Connection) -> None:
         self._preparation = preparation
@@ -98,7 +98,7 @@ class Supervision:
         return self._groups[needs]
 
     def _start(self, needs: RanksNeeded) -> WorkerGroup:
-        """Starts workers. Raises their own error if they cannot run here, DoctorFault if they end while they start."""
+        """Starts workers. Raises the workers' error if they cannot run here, and DoctorFault if they end too early."""
         self._num_generations += 1
         device = RunDevice(type=devices.resolve(needs.device))
         devices.load(device, asked=needs.device)

@@ -29,10 +29,10 @@ Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"
 class Judgement:
     """A report, compared with a baseline of expected verdicts.
 
-    If the baseline is a report or a file, a better verdict than expected is unexpected too. If it is the catalogue, a
-    better verdict is unexpected only if the failure is certain: a race may happen not to occur, and the catalogue does
-    not know the user's own methods and models. A case that did not run, because it cannot be built here or its scenario
-    failed before, is never unexpected.
+    If the baseline is a report or a file, a better verdict than expected is unexpected too. If the baseline is the
+    catalogue, a better verdict is unexpected only if the failure is certain: a race may happen not to occur, and the
+    catalogue does not know the user's own methods and models. A case that did not run, because it cannot be built here
+    or its scenario failed before, is never unexpected.
     """
 
     report: Report

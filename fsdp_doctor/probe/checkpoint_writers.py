@@ -1,6 +1,6 @@
 """The processes that save the checkpoints which other processes load.
 
-Each checkpoint is saved by its own generation of workers.
+Each checkpoint is saved by workers that are started only for this save.
 
 Rank 0's supervisor supervises all these workers, so that their number may differ from the run's number of ranks.
 """
@@ -104,7 +104,7 @@ class CheckpointWriters:
 
 
 def _judge(reports: Sequence[RankReport], num_writers: int) -> Verdict:
-    """Returns the verdict on a case whose checkpoint could not be saved. The method of the case is not blamed."""
+    """Returns the verdict on the save of a checkpoint. A failed save is not a failure of the method that loads."""
     if not num_writers:
         reason = "there is only one device here, so only 1 rank can save the checkpoint"
         return Verdict(kind="unsupported", reason=reason)

@@ -1,4 +1,4 @@
-"""One rank's whole run: every rank supervises, and rank 0 also conducts the run, reports it and judges it."""
+"""Runs ``fsdp-doctor probe`` on one rank, which supervises its worker process. Rank 0 also makes the report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RENDEZVOUS_SECONDS = 60.0
 
 
 def conduct(options: ProbeOptions) -> int:
-    """Runs rank 0's part: shares the job, runs it and judges it. Returns the exit code."""
+    """Runs rank 0's part: shares the job, runs its cases and writes the report. Returns the exit code."""
     with imports.freeze_imports():
         from fsdp_doctor.examination.live_memory import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
@@ -103,7 +103,7 @@ def conduct(options: ProbeOptions) -> int:
 
 
 def follow() -> int:
-    """Runs the part of a rank other than 0, which reads no option and no file, and follows rank 0's instructions."""
+    """Runs the part of a rank other than 0, which only follows rank 0's instructions. Returns the exit code."""
     with imports.freeze_imports():
         from fsdp_doctor.probe.job import receive_job
         from fsdp_doctor.probe.supervisor import Supervisor
@@ -127,7 +127,7 @@ def follow() -> int:
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports the modules that the workers will need, and connects to the ranks' store.
 
-    Raises CannotRun if the connection fails.
+    Returns this rank's place, the store, and the handler of signals. Raises CannotRun if the connection fails.
     """
     from fsdp_doctor.probe import processes, worker
 
@@ -187,7 +187,7 @@ def _run(
     context: RunContext,
     shared: SharedCases | None,
 ) -> int:
-    """Runs the cases, writes and prints the report, and judges it."""
+    """Runs the cases, and writes and prints the report. Returns the exit code."""
     numbers = writer.list_numbers_to_run()
     trouble: FsdpDoctorError | None = None
     try:
@@ -254,7 +254,7 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
 def _print(judgement: Judgement, options: ProbeOptions) -> None:
     """Prints the report to stdout in the chosen format.
 
-    Prints unexpected cases to stderr before it, and notes and summary after it.
+    Prints unexpected cases to stderr before the report, and notes and the summary after it.
     """
     report = judgement.report
     if options.expect != "nothing bad":  # otherwise the report itself lists them

@@ -27,8 +27,8 @@ _LATE_SECONDS = 1.0
 class Limits:
     """Limits on the time and the memory of a worker.
 
-    start: seconds without progress while starting a generation, building a scenario, or in the doctor's own work on it;
-        the larger the model, the longer these take.
+    start: seconds without progress while workers start, a model is built, or fsdp-doctor itself works on the model;
+        these stages take longer with a larger model.
     stage: seconds without progress in any other stage; None derives the limit from the durations of this run's stages.
     grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None means 5, or 2 if
         they are idle.
@@ -45,8 +45,8 @@ class Limits:
 class Deadline:
     """The seconds without progress after which a stage counts as a hang.
 
-    idle: applies if the workers of all ranks are idle; None if being idle is not a sign of a hang.
-    busy: applies whatever the workers do.
+    idle: the limit if the workers of all ranks are idle; None if being idle is not a sign of a hang.
+    busy: the limit whatever the workers do.
     """
 
     idle: float | None
@@ -56,7 +56,7 @@ class Deadline:
 class Deadlines:
     """The deadlines of one run. They grow with the slowest stage of the run so far.
 
-    test_timeout: the time limit of a test that sets one; it replaces ``limits.start``.
+    test_timeout: the time limit that a test sets, which replaces ``limits.start``; None if the test sets none.
     """
 
     def __init__(self, limits: Limits, *, test_timeout: float | None = None) -> None:
@@ -65,7 +65,7 @@ class Deadlines:
         self._longest = 0.0
 
     def note_progress(self, seconds: float) -> None:
-        """Notes that a stage of a case made progress after ``seconds`` without any."""
+        """Notes that a stage of a case made progress after ``seconds`` without progress."""
         self._longest = max(self._longest, seconds)
 
     def choose(self, stage: RoundStage) -> Deadline:
@@ -101,7 +101,7 @@ class Watch:
         """Returns the order to stop the workers once a deadline has passed; None before that.
 
         records: the last record of each rank.
-        in_trouble: whether some rank can keep the others from finishing.
+        in_trouble: a function that returns whether some rank can keep the others from finishing.
         idle_seconds: a function that returns for how long all unfinished workers have been idle.
         """
         now = time.monotonic()

@@ -19,9 +19,9 @@ Task: TypeAlias = Literal["run", "save"]
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorker:
-    """Instruction to start the rank's worker of a new generation.
+    """Instruction to start this rank's worker, together with the workers of the other ranks.
 
-    generation: the number of the generation among those with the same task in this run.
+    generation: the number of this start among the starts with the same task in this run.
     backend: the backend of the worker's process groups; None for a framework, which makes them itself.
     framework: the framework whose cases the worker runs; None for cases of the matrix.
     """

@@ -26,7 +26,7 @@ class ProbeOptions:
     grace: seconds that the other ranks have once one rank is in trouble; None means 5, or 2 if they are idle.
     host_memory: the most bytes of host memory that a worker may hold; None for no limit.
     saved_by: the number of ranks that save a checkpoint for a load on another number of ranks; None for one more or one
-        less than this run's.
+        less than this run's number.
     training: the size of the scenarios' training steps.
     with_ledgers: whether the memory of each stage is measured.
     is_verbose: whether the table shows all details.

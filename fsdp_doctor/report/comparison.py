@@ -32,9 +32,9 @@ class Difference:
 
 
 def list_differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
-    """Lists the first difference of each case that differs: verdicts first, then as ``_ORDER`` has it.
+    """Lists the first difference of each case that differs, sorted by ``what`` in the order of ``_ORDER``.
 
-    If the reports are of two types of device, the type's name alone is no difference in what was yielded.
+    If the reports are of two types of device, the type's name alone is no difference between yielded entries.
 
     ignore: "device" treats all devices as equal, whatever their names and indices. It also ignores the place in which a
         rank hangs, because the host of a GPU may run ahead to the next synchronization.
@@ -68,7 +68,7 @@ def select_common_cases(differing: list[Difference]) -> list[Difference]:
 def _select_compared_facts(result: CaseResult, ignore: frozenset[str], *, is_renamed: bool) -> dict[str, str]:
     """Selects the facts to compare, the most important first. Older reports do not have "yielded".
 
-    is_renamed: whether the name of the accelerator's type is replaced in what was yielded.
+    is_renamed: whether the name of the accelerator's type is replaced in the description of yielded entries.
     """
     verdict = result.verdict
     reasons = [strip_seconds(text) for text in (verdict.reason, *verdict.also)]

@@ -192,7 +192,7 @@ def convert_report_to_dict(report: Report) -> dict[str, Any]:
 
 
 def read_report_dict(data: dict[str, Any]) -> Report:
-    """Reads a report from JSON values. Raises KeyError, TypeError or ValueError for anything else."""
+    """Reads a report from JSON values. Raises KeyError, TypeError or ValueError for other values."""
     report = msgspec.convert({**data, "results": ()}, Report)
     return dataclasses.replace(report, results=tuple(map(read_result_dict, data["results"])))
 

@@ -28,7 +28,7 @@ _DIMENSIONS = ("offload", "staging", "method", "strategy", "rest")
 def render_expectation_toml(report: Report) -> str:
     """Renders the report's failures as a file for ``--expect``.
 
-    A run with the same results meets every expectation in it.
+    A run with the same results meets every expectation in this file.
     """
     head = (
         f"# What torch {report.packages.get('torch', '')} fails in on {report.device}, {report.world_size} ranks.\n"
@@ -86,7 +86,7 @@ class _Box:
     values: Mapping[str, tuple[str, ...]]
 
     def join(self, other: _Box, dimension: str) -> _Box | None:
-        """Joins two boxes into one if they differ in only that dimension; else returns None."""
+        """Joins two boxes into one if they differ in no other dimension than ``dimension``; else returns None."""
         if any(self.values[name] != other.values[name] for name in _DIMENSIONS if name != dimension):
             return None
         if dimension == "rest" and "" in (*self.values["rest"], *other.values["rest"]):
@@ -97,7 +97,7 @@ class _Box:
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
         """Makes the pattern that matches the box.
 
-        A dimension in ``shortened`` uses the given text; any other lists its values.
+        ``shortened`` gives the texts of some dimensions; any other dimension lists its values.
         """
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "method")
@@ -144,7 +144,7 @@ def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
     """Finds the shortest pattern of a box: ``*`` replaces a list of offloads or stagings if it matches no further case.
 
-    Strategies and methods are always listed by name, because ``*`` would also match those of later versions.
+    Strategies and methods are always listed by name, because ``*`` would also match new names of later versions.
     """
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):

@@ -28,7 +28,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ``{a,b}`` is one of several.
     reason: words that the verdict's reason contains, on any device; empty for any reason.
     link: a link to the discussion.
-    until: the first version of torch that is expected not to fail; empty if none is.
+    until: the first version of torch that is expected not to fail; empty if no version is.
     """
 
     cases: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -64,7 +64,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The expectations of a file. The first that covers a case counts; a case that none covers is expected to be ok."""
+    """The expectations of a file. The first match for a case counts; a case without a match is expected to be ok."""
 
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 

@@ -42,7 +42,7 @@ def render(
     """Renders the report in a format. The text ends in a newline.
 
     width: the width of the table in columns.
-    color: the colours of the table.
+    color: whether the table has colours.
     unexpected: sentences about unexpected results, for annotations.
     expected: the ids of bad cases that were expected. JUnit does not count them as failures, and the table only
         summarizes them unless is_verbose.

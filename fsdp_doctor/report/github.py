@@ -55,7 +55,7 @@ def render_step_summary(report: Report, unexpected: Sequence[str], num_bytes: in
 
 
 def write_step_summary(report: Report, unexpected: Sequence[str]) -> None:
-    """Appends the summary to the file that GitHub's environment variable names, if it is set.
+    """Appends the summary to the file that GitHub's environment variable names, if the variable is set.
 
     Raises DoctorFault if the file cannot be written.
     """

@@ -36,7 +36,7 @@ def name_journal(path: pathlib.Path) -> pathlib.Path:
 
 
 class Journal:
-    """Appends results to the journal of ``path``. Raises DoctorFault if they cannot be written."""
+    """Appends results to the journal of ``path``. Raises DoctorFault if a result cannot be written."""
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
@@ -83,7 +83,7 @@ def read_report(path: pathlib.Path) -> Report:
 
     A file whose name ends in .gz is decompressed.
 
-    Raises UsageError for anything else.
+    Raises UsageError for a file that is not a report.
     """
     data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
@@ -109,7 +109,7 @@ def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
 
 
 def read_document(path: pathlib.Path, kind: str, schema: str, version: int) -> dict[str, Any]:
-    """Reads a JSON document of fsdp-doctor with one version of its schema. Raises UsageError for anything else.
+    """Reads a JSON document of fsdp-doctor with one version of its schema. Raises UsageError for any other file.
 
     kind: the name of the kind of document, for messages.
     """
@@ -142,7 +142,7 @@ def read_json(path: pathlib.Path) -> Any:
 def replace_file(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a temporary file next to ``path`` and renames it, so that a reader never sees an incomplete file.
 
-    If that fails, raises OSError and leaves the old file unchanged.
+    If the file cannot be written, raises OSError and leaves the old file unchanged.
     """
     beside = path.with_name(path.name + ".new")
     if path.exists() and not path.is_file():

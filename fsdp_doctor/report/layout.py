@@ -65,16 +65,16 @@ def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, 
 
 
 def find_fixes(report: Report) -> dict[str, CaseResult]:
-    """Maps the id of each case to the result of the fix for its method in the same scenario, if the fix ran."""
+    """Maps each case's id to the result of this library's own method (the fix) in the same scenario, if it ran."""
     results = {result.id: result for result in report.results}
     fixes = {case_id: _find_fixed(result.case) for case_id, result in results.items()}
     return {case_id: results[fix.id] for case_id, fix in fixes.items() if fix is not None and fix.id in results}
 
 
 def _find_fixed(case: AnyCase) -> AnyCase | None:
-    """Finds the case of the fix for the method of a case, in the same scenario.
+    """Returns the case of this library's own method (the fix) in the same scenario.
 
-    Returns the case itself if it is the fix.
+    Returns the case itself if its method is the fix; None if there is no fix for its method.
     """
     if isinstance(case, FrameworkCase):
         return case if case.is_fixed else case.make_fixed()

@@ -51,7 +51,10 @@ class _Text:
         self.value += "\n".join(lines) + "\n" if lines else ""
 
     def add_all(self, what: str, parts: list[list[list[str]]], share: float) -> None:
-        """Adds each part in the first of its forms that keeps the text within ``share`` of the limit."""
+        """Adds the first form of each part that keeps the text within ``share`` of the limit.
+
+        Parts of which no form fits are counted in a line at the end.
+        """
         left_out = 0
         for forms in parts:
             fitting = (

@@ -29,7 +29,7 @@ class ReportWriter:
 
     A JSON report gets each result as soon as it is known.
 
-    report: the report before the run, with the results of an earlier run that this one continues.
+    report: the report before the run, with the results of an earlier run that this run continues.
     cases: all cases of the run.
     outputs: maps each format to its file.
     """

@@ -39,14 +39,14 @@ _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d
 class Expectation:
     """The expected outcome of a script.
 
-    kind: the verdict.
+    kind: the expected verdict.
     message: a regular expression for the exception's ``Type: message``, or for the script's own sentence about values;
         empty for any.
     by_every_rank: whether an exception on every rank, which can be a refusal, counts as a crash.
     title: the failure in words.
     references: the references of the catalogue's entry.
-    source: the origin of the expectation.
-    versions: maps packages to versions.
+    source: a text about the origin of the expectation.
+    versions: maps packages to the versions for which the outcome is expected.
     on_one_rank: whether the failure also shows on one rank.
     on_cpu: whether the failure also shows on the CPU.
     """
@@ -119,10 +119,10 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
 
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
-    """Raises UsageError if a script cannot compare the result with anything.
+    """Raises UsageError for a failure that a script cannot detect.
 
-    A script cannot check the values of an extracted optimizer state. It also cannot check the effect on the next step
-    of a load after a step that raised.
+    A script cannot check the values of an extracted optimizer state. After a training step that raised, a script cannot
+    check how a load affects the next step.
     """
     goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
     if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
@@ -136,7 +136,7 @@ def _find_contract(case: Case) -> Contract:
 
 
 def _make_pattern(result: CaseResult, case: Case) -> str:
-    """Makes a regular expression for the script's own words; empty if only the verdict can be compared."""
+    """Makes a regular expression for the message that the script shows; empty if only the verdict can be compared."""
     match result.verdict.kind:
         case "refused":
             # The pattern accepts the file of any rank in any directory.

@@ -56,8 +56,8 @@ def render_minimal(case: Case, name: str = "repro.py", *, as_test: bool = False)
     needs a longer script.
 
     name: the script's file name, for the command in its docstring.
-    as_test: whether the script ends with 1 if it fails, and with 0 if it does not. The script of a case without a known
-        failure always does so.
+    as_test: whether the script ends with 1 if the case fails, and with 0 if it does not. The script of a case without a
+        known failure always ends in this way.
     """
     method = locate_method(case)
     simple = _simplify(case)
@@ -111,7 +111,7 @@ _PLAINER: tuple[dict[str, Any], ...] = (
 
 
 def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str:
-    """Explains why no short script can show the failure; empty if one can."""
+    """Explains why no short script can show the failure; empty if a short script can."""
     scenario = case.scenario
     match scenario.model:
         case Model.QWEN3_MOE:
@@ -255,7 +255,7 @@ class _Script:
 
     @property
     def _made_as(self) -> tuple[str, str, str]:
-        """The parameter of ``build``, its value for the run that is saved, and its value for the model that loads."""
+        """(parameter of ``build``, its value for the run that is saved, its value for the model that loads)."""
         if self.case.scenario.init.is_meta:
             return "device", '"cpu"', '"meta"'
         if self.case.scenario.checkpoint is CheckpointFit.FP32:
@@ -297,7 +297,7 @@ class _Script:
         return f"torch.ones(tensor.shape{dtype})"
 
     def _misfit(self, state: str) -> Iterator[str]:
-        """Writes the difference between the checkpoint in the variable ``state`` and the model's state dict."""
+        """Writes the lines that make the checkpoint in the variable ``state`` differ from the model's state dict."""
         match self.case.scenario.checkpoint:
             case CheckpointFit.EXTRA_KEY:
                 yield f'{state}["extra.weight"] = torch.ones(8, 8)'
@@ -426,8 +426,9 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Returns whether the checkpoint's tensors must differ from the model's. If the load raises, this is not
-        needed.
+        """Returns whether the checkpoint's tensors must differ from the model's.
+
+        They need not differ if the load raises.
         """
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
@@ -592,9 +593,10 @@ def _list_body_lines(module: str, definition: ast.FunctionDef) -> list[str]:
 
 
 def _inline(module: str, function: str, checks: list[str], *, needs_result: bool) -> list[str]:
-    """Returns the body of a method to use instead of a call.
+    """Returns the lines of a method's body, to use instead of a call of the method.
 
-    Each entry that it yields, or returns in a mapping, is checked.
+    checks: the lines that check each entry that the method yields, or returns in a mapping.
+    needs_result: whether the lines store the returned value in ``result``.
     """
     definition = _find_function(module, function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))

@@ -105,7 +105,7 @@ def locate_method(case: Case) -> MatrixMethod:
 
 
 def describe_exit(*, as_test: bool) -> str:
-    """Describes how all scripts end, for a docstring."""
+    """Returns the sentence of a script's docstring about its last line and its exit code."""
     return f'Its last line is "shown" or "not shown"{"; exit code 1: it fails" if as_test else ""}.'
 
 
@@ -205,8 +205,8 @@ def _write_state_keys(optimizer: Optimizer) -> str:
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:
     """Writes the expression that loads or, for an extraction, the expression that gives (name, value) pairs.
 
-    A method yields the pairs, or returns them in a mapping. torch's contexts decorate the method's function. If it is a
-    generator, each of its steps runs in the context.
+    A method yields the pairs, or returns them in a mapping. torch's contexts decorate the method's function; each step
+    of a generator function runs in the context.
     """
     definition = next(node for node in _list_functions(module) if node.name == function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
@@ -229,8 +229,9 @@ def _list_functions(module: str) -> tuple[ast.FunctionDef, ...]:
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones. A case that raises before it has values needs no
-    comparison.
+    """Returns whether the script compares values with the true values.
+
+    A case that raises before it has values needs no comparison.
     """
     kind = expectation.kind
     if method.contract.form == "flat":
@@ -245,7 +246,7 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 
 
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
-    """Returns whether the script must distinguish a refusal (an exception on every rank) from one on some ranks."""
+    """Returns whether the script must know if every rank raised, which is a refusal, or only some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 

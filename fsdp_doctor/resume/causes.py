@@ -21,7 +21,7 @@ _FILE = pathlib.Path(__file__).with_name("causes.toml")
 
 
 class ResumeCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cause. The comment at the top of ``causes.toml`` explains the conditions."""
+    """A known cause of a wrong resume. The comment at the top of ``causes.toml`` explains the fields."""
 
     id: str
     symptoms: list[ResumeSymptom]
@@ -49,7 +49,7 @@ def list_causes(
 ) -> list[ResumeCause]:
     """Lists the possible causes of a symptom, the most likely first.
 
-    some_ranks: whether only some ranks have the symptom.
+    some_ranks: whether the symptom is on some ranks but not on all.
     """
     fitting = [
         cause

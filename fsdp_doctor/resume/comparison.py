@@ -1,9 +1,11 @@
-"""Compares the straight and the resumed run of one rank, and finds which other state a wrong value equals.
+"""Compares the uninterrupted (straight) run and the resumed run of one rank.
+
+For a wrong value, the comparison finds the step, parameter or rank of the straight run that has this value.
 
 The state that a checkpoint restores can be seen at the first step after the load: weights, optimizer, schedule, scaler,
-averages. The straight run saved this state itself, so the resumed run must start from it bit by bit, even if the
-program is not repeatable. Batches, generators and gradients are drawn or computed, so they can be compared only if the
-program is repeatable.
+averages. The straight run saved this state itself, so the resumed run must start from equal bits, even if the program
+is not repeatable. Batches, generators and gradients are drawn or computed, so they can be compared only if the program
+is repeatable.
 """
 
 from __future__ import annotations
@@ -126,9 +128,9 @@ class RankComparison:
         self._first = straight[0]
 
     def list_differences(self) -> list[RunDifference]:
-        """Lists the differences at the first step after the save, in the order of kinds.
+        """Lists the differences at the first step after the save, in the order of ``StateKind``.
 
-        If only generators differ there, the first difference at a later step is added.
+        If nothing or only generators differ at this step, the first difference at a later step is added.
         """
         if not self._resumed:
             text = f"the resumed run took no training step; step {self._expected.step} was expected"
@@ -198,8 +200,9 @@ class RankComparison:
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong weight to the weight whose values it has; empty unless every wrong weight has another
-        weight's values.
+        """Maps each wrong weight to the weight whose values it has.
+
+        Returns an empty mapping unless every wrong weight has another weight's values.
         """
         names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
         owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
@@ -271,8 +274,11 @@ class RankComparison:
         return group.split()[1] in map(str, self._begun.not_loaded)
 
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong parameter to the parameter whose state it has; empty unless every wrong parameter has
-        another's state.
+        """Maps each wrong parameter to the parameter whose optimizer state it has.
+
+        Returns an empty mapping unless every wrong parameter has another parameter's state.
+
+        keys: the keys of the optimizer state that are compared.
         """
         expected, begun = self._expected.state, self._begun.state
         owners = {}
@@ -328,7 +334,10 @@ class RankComparison:
         return _make("options", symptom, [group], f"{text}: it is the rate of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
-        """Reads the state of the schedulers that both runs have, without keys that do not affect the learning rate."""
+        """Returns the states of the schedulers that both runs have, as (straight run, resumed run).
+
+        Keys that do not affect the learning rate are left out.
+        """
         kept = [
             {
                 name: {key: value for key, value in values.items() if key not in _IGNORED_OF_SCHEDULERS}
@@ -443,7 +452,7 @@ class RankComparison:
             yield _make("gradients", "gradients", wrong, text)
 
     def _compare_later(self) -> Iterator[RunDifference]:
-        """Yields at most one difference: the first one after the first step."""
+        """Yields at most one difference: the first difference after the first step."""
         for was, now in zip(self._straight[self._at + 1 :], self._resumed[1:], strict=False):
             for name in ("weights", "state", "batches", "options_of", "schedulers", "scalers", "averages", "gradients"):
                 if (was.ended and name != "weights") or (now.ended and name != "weights"):

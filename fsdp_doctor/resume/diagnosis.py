@@ -1,8 +1,8 @@
 """Runs the job straight and resumed, repeats runs if they differ, and makes the answer.
 
 A difference in loaded state at the first step after the save always counts, since the straight run saved this state.
-Drawn and computed values differ between any two runs of some programs. They count only if a second straight run
-repeats the first. If nothing else differs, a second resumed run must also repeat the first resumed run.
+Random draws and computed values differ between any two runs of some programs. A difference in these values counts only
+if a second straight run repeats the first. If nothing else differs, a second resumed run must also repeat the first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ResumeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(
     job: UserJob, *, steps: int, twice: bool = False, start: Callable[..., UserJobRun] = run_job
 ) -> ResumeAnswer:
-    """Runs the job straight and resumed, and compares the runs. Raises UsageError if they allow no answer.
+    """Runs the job straight and resumed, and compares the runs. Raises UsageError if the runs allow no answer.
 
     steps: the number of steps after the save that are compared.
     twice: whether a save of the resumed run is resumed, too.
@@ -219,9 +219,9 @@ class _Diagnosis:
     def _drop_undrawn(
         self, found: Sequence[tuple[int, RunDifference]], again: UserJobRun, computed: bool
     ) -> list[tuple[int, RunDifference]]:
-        """Drops generators that differ between two straight runs, and notes them.
+        """Drops the differences of generators that also differ between two straight runs, and adds notes on them.
 
-        computed: whether batches or computed values differ; if not, all generators are dropped.
+        computed: whether batches or computed values of the resumed run differ; if not, all generators are dropped.
         """
         at = self._job.at
         straight = self._runs["straight"]
@@ -236,7 +236,7 @@ class _Diagnosis:
         return kept
 
     def _merge(self, found: Sequence[tuple[int, RunDifference]], resume: int, num_ranks: int) -> list[ResumeFinding]:
-        """Merges the differences of all ranks into one finding for each symptom, in the order of kinds."""
+        """Merges the differences of all ranks into one finding for each symptom, in the order of ``StateKind``."""
         by_symptom: dict[tuple[StateKind, ResumeSymptom], dict[int, list[str]]] = {}
         for rank, difference in found:
             of_rank = by_symptom.setdefault((difference.kind, difference.symptom), {})
@@ -328,7 +328,7 @@ class _Diagnosis:
 
 
 def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
-    """Adds ``begin`` to the step numbers of a resumed process, also to the step numbers of its final record."""
+    """Returns a process's steps and its final record, with ``begin`` added to each step number."""
     steps = [*record.steps, *([record.final] if record.final is not None else [])]
     return [msgspec.structs.replace(step, step=step.step + begin) for step in steps]
 
@@ -357,7 +357,7 @@ def _drop_effects(found: Sequence[tuple[int, RunDifference]]) -> list[tuple[int,
 
 
 def _join_ranks(texts: dict[int, str], num_ranks: int) -> str:
-    """Joins the texts of all ranks; a text that not all ranks share is followed by its ranks."""
+    """Joins the texts of the ranks; a text that not all ranks have is followed by the numbers of its ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks_of.setdefault(text, []).append(rank)

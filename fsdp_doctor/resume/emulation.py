@@ -1,8 +1,8 @@
-"""Prepares the processes of the user's job for the emulated device, its frameworks and its random number generator.
+"""Prepares the user's job for the emulated device: the frameworks in it, and the device's random number generator.
 
-A framework saves only the generators of the devices that it knows, and it does not know the emulated device. The state
-of the device's generator is therefore appended to the state of the CPU's generator. A program that saves and restores
-the CPU's generator so saves and restores both.
+A framework saves only the generators of the devices that it knows, and no framework knows the emulated device. The
+state of the device's generator is therefore appended to the state of the CPU's generator. A program that saves and
+restores the state of the CPU's generator then saves and restores both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _tie_generators() -> None:
 
 
 class _AfterFrameworks:
-    """An import hook that makes a framework find the emulated device after its module has been executed."""
+    """An import hook: after the import of a framework's module, it makes the framework find the emulated device."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -82,7 +82,7 @@ class _AfterFrameworks:
 
 
 def _show_device(framework: str) -> None:
-    """Patches the framework so that it finds the emulated device, as a probe of the framework does."""
+    """Patches the framework so that it finds the emulated device, in the same way as a probe of the framework."""
     from fsdp_doctor.frameworks.adapter import Shims
     from fsdp_doctor.frameworks.framework_worker import find_adapter
     from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix

@@ -4,9 +4,10 @@
 tensors on a device, and on the emulated device, it also needs this package. It calls no collectives, and never raises
 into the job: an error of the recorder is written as the last line of the record.
 
-The record is a file of JSON lines, see ``records``. Steps are counted by the first optimizer that steps; steps of other
-optimizers belong to its preceding step. A line is written before the step. It has the gradients, the generators at the
-first forward since the last step, and the batches that entered the model since the last step.
+The record is a file of JSON lines, one for each step; ``records`` reads it. Steps are counted by the first optimizer
+that steps; a step of another optimizer belongs to the preceding step of the first optimizer. A line has the state
+before the step, the gradients, the generators at the first forward since the last step, and the batches that entered
+the model since the last step.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _sum_on_device(flat: torch.Tensor) -> str:
-    """Computes the two lanes of a fingerprint on the device, so that the tensor is not copied to the host."""
+    """Returns a 128-bit checksum of the bytes, computed on their device so that they are not copied to the host."""
     with _importable_package():
         from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
         from fsdp_doctor.weights.fingerprints.keyed_sum import make_range_block
@@ -114,7 +115,7 @@ def describe(value: Any) -> Any:
 
 
 def read_generators() -> dict[str, str]:
-    """Returns a digest of each random number generator's state, by library, or ``device`` for the accelerator's."""
+    """Maps each random number generator to a digest of its state: ``torch``, ``python``, ``numpy`` and ``device``."""
     states = {
         "torch": digest_bytes(torch.default_generator.get_state().numpy()),
         "python": digest_bytes(repr(random.getstate()).encode()),
@@ -279,7 +280,10 @@ class StepRecorder:
         self._batches.append([digest(tensor) for tensor in _list_tensors([arguments, options])])
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
-        """Records the state before the step; with a closure, after the closure's first call has run the backward."""
+        """Records the state before the step. If the step has a closure, records after the closure's first call.
+
+        Returns the step's arguments with a closure that records; None if the arguments stay unchanged.
+        """
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")
         if closure is None:
             self._guard(self._take_step, optimizer)
@@ -322,7 +326,10 @@ class StepRecorder:
         self._add_optimizer(optimizer)
 
     def _is_no_step(self, optimizer: Optimizer) -> bool:
-        """Returns whether the step only creates the optimizer's state, for example from gradients that are zero."""
+        """Returns whether the step only makes the optimizer create its state, from gradients that are zero.
+
+        Torch takes such a step in ``_init_optim_state``.
+        """
         frames: list[FrameType] = []
         frame = inspect.currentframe()
         while frame is not None:
@@ -459,7 +466,7 @@ class StepRecorder:
         self._seconds += time.perf_counter() - begin
 
     def _say_why_nothing(self) -> None:
-        """Records, at the end of a rank without optimizer steps, which other activity was seen."""
+        """Records the number of forwards at the end of a rank that took no optimizer step."""
         if self._steps or self._broken or not (self._forwards or _is_rank()):
             return
         with contextlib.suppress(Exception):
@@ -487,7 +494,7 @@ def _read_rank() -> int:
 
 
 def _find_device() -> torch.device | None:
-    """Returns the accelerator if one is available; torch names the type for which it was built even without one."""
+    """Returns the available accelerator, or None; ``current_accelerator`` alone does not show that it is available."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 

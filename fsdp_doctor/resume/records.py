@@ -40,7 +40,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     averages: the state of objects that average weights, and the parameters of other models in the process.
     batches: digests of the model's input tensors, for each forward since the last step.
     generators: digests of the random number generators' states at the first forward since the last step.
-    not_loaded: the places in ``optimizers`` of those whose load_state_dict this process has not called.
+    not_loaded: the indexes in ``optimizers`` of optimizers whose load_state_dict this process has not called.
     epochs: the lengths of the data loaders, in batches.
     written: files of the job that have changed since the last step.
     ended: whether this is the final record, which has only the weights after the last step.
@@ -69,7 +69,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_of(self) -> RecordedValues:
-        """Options of each parameter; unlike ``options``, they do not depend on the order of the groups."""
+        """Options of each parameter, which unlike ``options`` do not depend on the order of the groups."""
         return {name: self.options[group] for name, group in self.groups.items()}
 
 
@@ -77,7 +77,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The records of one rank.
 
     final: the record after the last step; None for a process that ended by itself.
-    error: the reason why the recorder gave up.
+    error: the reason why the recorder stopped early; empty if it did not.
+    forwards: the number of forwards of a rank that took no optimizer step.
     """
 
     facts: ProcessFacts
@@ -88,7 +89,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
-    """Reads the records of a run, by rank; an incomplete line is left out."""
+    """Maps each rank of a run to its record; an incomplete line is left out."""
     ranks: dict[int, RankRecord] = {}
     for file in directory.glob("rank*.jsonl"):
         lines: list[dict[str, Any]] = []
@@ -110,5 +111,5 @@ def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
 
 
 def read_start_failures(directory: pathlib.Path) -> list[str]:
-    """Reads, for each process in which the recorder could not start, the reason."""
+    """Lists the reasons why the recorder could not start in some processes; empty if it started in all."""
     return sorted({file.read_text() for file in directory.glob("failed-*")})

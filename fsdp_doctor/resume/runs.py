@@ -91,7 +91,7 @@ def run_job(
 ) -> UserJobRun:
     """Runs the job until every rank has taken ``stop`` steps.
 
-    Raises UsageError if the command or the recorder cannot be started, and Interrupted.
+    Raises UsageError if the command or the recorder cannot be started, and Interrupted if the user stops the run.
 
     directory: the value of ``{dir}``; created if missing.
     resume_at: the step from whose save the job resumes; None for a straight run.
@@ -131,7 +131,7 @@ def run_job(
 def require_records(run: UserJobRun, num_steps: int) -> None:
     """Raises UsageError for a run that failed, has no records, or took fewer than ``num_steps`` steps.
 
-    num_steps: 0 for a run that may end by itself without a step.
+    num_steps: the number of steps that every rank must have taken; 0 also allows a run without any step.
     """
     see = f"see {run.log}, or `fsdp-doctor explain {shlex.quote(str(run.log))}`"
     of = f"the {run.name} run"
@@ -160,7 +160,7 @@ def require_records(run: UserJobRun, num_steps: int) -> None:
 
 
 def _read_end(log: pathlib.Path) -> str:
-    """Returns the last line of the log that is informative."""
+    """Returns a sentence with the last line at the end of the log that names an error; empty if there is none."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]

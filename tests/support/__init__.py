@@ -1,1 +1,1 @@
-"""Code that tests share: it starts processes, and makes the models and files that they use."""
+"""Code that tests share: functions that start processes, and that make models and files."""

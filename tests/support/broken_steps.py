@@ -97,7 +97,7 @@ class Job:
         return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
 
     def finish_backward(self) -> None:
-        """Does the job's work between backward and the optimizer's step. Most jobs have none."""
+        """Does nothing; a job with work between the backward and the optimizer's step overrides this method."""
 
     def step(self, seed: int = 0) -> tuple[float, Tensors]:
         """Takes a step. Returns the loss and this rank's gradients."""

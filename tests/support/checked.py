@@ -22,7 +22,7 @@ FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
 def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
-    """Checks for every version of torch and, unless one is given, of the framework, whatever is installed."""
+    """Checks for every version of torch, and for the given or every version of the framework, whatever is installed."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world, torch_version="all")
 
@@ -74,5 +74,5 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
 
 
 def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
-    """Maps each role to the ids of its cases. The configuration must have a known version."""
+    """Maps each role to the ids of its extraction cases. The configuration must have a known version."""
     return {use.role: ids(use) for use in result.uses}

@@ -252,7 +252,7 @@ def repeat_rows(kind: str) -> Damage:
 
 
 def read_as(wrote: torch.dtype, says: torch.dtype, *names: str) -> Damage:
-    """Stores the bytes of one dtype as another dtype, for all tensors or for those that are named."""
+    """Stores the bytes of one dtype as another dtype, for the named tensors or, without names, for all tensors."""
 
     def cast(state: dict[str, Any]) -> None:
         for name, tensor in state.items():

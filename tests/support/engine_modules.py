@@ -115,7 +115,7 @@ def sglang(origin: Origin) -> Iterator[SimpleNamespace]:
 
 @contextlib.contextmanager
 def verl(origin: Origin) -> Iterator[Any]:
-    """Yields the module of ShardSpec. verl's own also has derive_dtensor_placement and translate_flat_indices."""
+    """Yields the module with ShardSpec. verl's module also has derive_dtensor_placement and translate_flat_indices."""
     name = "verl.workers.engine.spec"
     if origin == "stand-in":
         modules = {name: _module(name, ShardSpec=_ShardSpec)}
@@ -161,7 +161,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Loads files as modules. Each can import the stubs and the modules before it."""
+    """Loads files as modules. Each module can import the stubs and the modules before it."""
     modules = {name: _module(name, **content) for name, content in stubs.items()}
     for name, method in paths.items():
         spec = importlib.util.spec_from_file_location(name, method)

@@ -111,9 +111,9 @@ def plain() -> nn.Module:
 
 
 def tensor_parallel(groups: tuple[tuple[int, ...], ...], mesh: DeviceMesh | None = None) -> nn.Module:
-    """Shards the router over both dimensions of a mesh, and the norm over one.
+    """Shards the router over both dimensions of a mesh, and the norm over its FSDP dimension.
 
-    The experts are sharded over ``mesh``; without it, over the same dimension as the norm.
+    The experts are sharded over ``mesh``; without ``mesh``, over the same dimension as the norm.
     """
     model = _with_half(group_of(groups))
     parallelize_module(model, grid("fsdp", "tp")["tp"], {"router": ColwiseParallel()})

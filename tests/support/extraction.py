@@ -147,7 +147,7 @@ def sharded_net1(*, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded
 
 
 def all_trainable(net: nn.Module) -> nn.Module:
-    """Makes all parameters trainable, because FSDP1 without use_orig_params cannot mix them with frozen ones."""
+    """Makes all parameters trainable, because FSDP1 without use_orig_params cannot mix them with frozen parameters."""
     for parameter in net.parameters():
         parameter.requires_grad_(True)
     return net
@@ -248,7 +248,10 @@ def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
 
 
 def take_some(tensors: Iterator[Any], raises_at: int | None) -> None:
-    """Takes all tensors, or raises ZeroDivisionError at one of them, whose traceback refers to the iterator."""
+    """Takes all tensors, or raises ZeroDivisionError at the tensor with the index ``raises_at``.
+
+    The error's traceback keeps a reference to the iterator.
+    """
     for place, _ in enumerate(tensors):
         if place == raises_at:
             raise ZeroDivisionError

@@ -53,7 +53,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Job]:
-    """Context with a rank for each tuple of arguments, which calls ``target`` with them. No rank outlives it."""
+    """Context in which one rank for each tuple calls ``target`` with the tuple. At its end, kills the ranks."""
     # The store listens only on the loopback interface.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:

@@ -19,7 +19,11 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two hosts. name: the name of its namespace. device: its end of the cable."""
+    """One of the two hosts.
+
+    name: the name of the network namespace.
+    device: the network device at this host's end of the cable.
+    """
 
     name: str
     device: str

@@ -63,7 +63,7 @@ def make_features() -> Weights:
 
 
 def make_stages() -> Weights:
-    """Makes stages of growing width, each with a matrix that leads to the next one, as in vision models."""
+    """Makes stages of growing width, each with a matrix that leads to the next stage, as in vision models."""
     torch.manual_seed(0)
     shapes = {"query": (1, 1), "key": (1, 1), "output": (1, 2), "downsample": (2, 4)}
     return {
@@ -175,7 +175,7 @@ def repeat_keys_of_heads(tensor: torch.Tensor) -> None:
 
 
 def repeat_heads(tensor: torch.Tensor) -> None:
-    """Copies a key head and a value head over the next ones, as for more groups of queries."""
+    """Copies a key head and a value head over the next head of its kind."""
     tensor[80:96], tensor[112:] = tensor[64:80].clone(), tensor[96:112].clone()
 
 

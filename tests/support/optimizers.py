@@ -39,7 +39,7 @@ class Gathering(torch.optim.Optimizer):
 
 
 class Local(torch.optim.Optimizer):
-    """An optimizer that computes with plain local shards, and keeps its momentum in them."""
+    """An optimizer that computes with local shards as plain tensors, and keeps its momentum as such tensors."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -32,7 +32,7 @@ def merged_versions(*versions, **fields):
 
 
 def merged_devices():
-    """Merges reports of two devices, with a verdict of every kind, and a case that one of them does not have."""
+    """Merges reports of two devices, with a verdict of every kind, and a case that the report of CUDA lacks."""
     cuda = report_of("2.11.0", results_of("2.11.0")[1:], device="cuda", rerun_options="--nproc 2")
     old = report_of("2.12.0", results_of("2.12.0")[:40], num_selected=99, complete=False, ended="stopped by SIGINT")
     of_accelerate = [reports.result(case, "ok", "") for case in FRAMEWORK_CASES]

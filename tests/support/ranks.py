@@ -173,7 +173,7 @@ def this_device() -> torch.device:
 
 
 def accelerator() -> Any:
-    """Returns the device's module."""
+    """Returns the device's module, such as ``torch.cpu``."""
     return torch.get_device_module(device_type())
 
 
@@ -188,7 +188,7 @@ def together() -> None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Returns the values of all ranks. All ranks must call it."""
+    """Returns the values of all ranks. All ranks must call this function."""
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, value, control())
     return everyone

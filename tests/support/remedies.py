@@ -1,4 +1,4 @@
-"""The ways in which the catalogue says that its remedies were run."""
+"""The cases and tests that, according to the catalogue, ran its remedies."""
 
 from __future__ import annotations
 

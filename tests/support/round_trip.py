@@ -53,7 +53,7 @@ def shard(model: Any) -> Any:
 def try_family(family: str, directory: pathlib.Path) -> dict[str, str]:
     """Maps each direction to "yes" or to a description of the error.
 
-    All ranks must call it; only rank 0's answers count.
+    All ranks must call this function; only rank 0's answers count.
     """
     disk = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     plain = new_family(family, seed=_SAVED_SEED)

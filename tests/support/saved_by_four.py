@@ -1,6 +1,6 @@
 """Saves files of ranks whose tensors are divided over two dimensions of a mesh.
 
-It is run on four ranks, with a directory.
+The program is run on four ranks, with a directory.
 """
 
 from __future__ import annotations

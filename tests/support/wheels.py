@@ -15,7 +15,7 @@ from support.places import TESTS
 def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
     """Makes wheels of torch in these versions, and of the doctor's other requirements.
 
-    Each torch adds the packages of this interpreter and of the tests to its path, so that the installation works.
+    Each torch adds the packages of this interpreter and of the tests to Python's path, so that the installation works.
     Returns the environment variables that make uv install only from this index, with its cache in ``directory``.
     """
     directory.mkdir(exist_ok=True)

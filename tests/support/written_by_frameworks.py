@@ -1,8 +1,8 @@
 """Trains a framework's session for two steps and lets it write its own checkpoint. It is run on each rank.
 
-The arguments are the framework, its configuration as in an id (``fsdp2/none/sharded``), and a directory. These are
-written to it: ``saved``, the framework's checkpoint for a resume; a directory for each of its exports, named like the
-method; and ``weights.pt``, the parameters as torch itself gathers them, by their names without wrappers.
+The arguments are the framework, its configuration as in an id (``fsdp2/none/sharded``), and a directory. The program
+writes into the directory: ``saved``, the framework's checkpoint for a resume; a directory for each of its exports,
+named like the method; and ``weights.pt``, the parameters as torch itself gathers them, by their names without wrappers.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class PpStageLocalNames(Unseen):
         return LlamaForCausalLM(LlamaConfig(**SIZES))
 
     def make_stage(self, model: Any, stage: int, stages: int) -> int:
-        """Keeps this stage's part of the model; its layers are a ModuleList of their own."""
+        """Keeps only this stage's part of the model. Returns the index of the part's first layer in the whole model."""
         layers = list(model.model.layers)
         per = len(layers) // stages
         model.model.layers = nn.ModuleList(layers[stage * per : (stage + 1) * per])

@@ -1,4 +1,4 @@
-"""An unseen program on two ranks, and what several of them use."""
+"""The base class of the unseen programs, which run on two ranks, and functions that several of them use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SIZES: dict[str, Any] = {
 
 
 class Unseen(Program):
-    """A program with an error, which is ``mended`` or not, and the files of it that are judged.
+    """A program with an error, or without it if ``mended`` is set. Its files are judged.
 
-    left and right: directories or files below the program's own; ``right`` has the values that ``left`` must have.
+    left, right: directories or files in the program's directory; ``right`` has the values that ``left`` must have.
     """
 
     command = "checkpoint verify"

@@ -1,6 +1,6 @@
-"""The two of the ten errors that only a resumed run shows: ``resumes.py NAME --dir DIR [--mended] [--resume]``.
+"""The two unseen programs whose errors only a resumed run shows: ``resumes.py NAME --dir DIR [--mended] [--resume]``.
 
-It runs as a user's job, outside of this package.
+This file runs as a user's job, outside of this package.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AsyncWorkerAliasedStep:
 
 
 def write(queue: Any, go: Any) -> None:
-    """Writes what it is handed, as a worker whose storage is slow, and ends with its rank."""
+    """Writes the states in the queue, late as if the storage were slow, until the rank ends."""
     rank = os.getppid()
     while os.getppid() == rank:
         if go.wait(0.2):

@@ -1,4 +1,4 @@
-"""Frameworks whose configurations ``check`` understands. Each has a class and usually a table next to it."""
+"""Frameworks whose configurations ``check`` understands. Each framework has a class, and most have a TOML table."""
 
 from __future__ import annotations
 

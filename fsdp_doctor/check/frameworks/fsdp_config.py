@@ -1,9 +1,9 @@
 """Frameworks that use accelerate's ``fsdp_config``: accelerate, Hugging Face's Trainer and TRL, axolotl, ms-swift.
 
-The section was read in accelerate 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a version
-ignores or refuses; Accelerator.get_state_dict and utils/fsdp_utils.py for the extractions. TRL's sync to vLLM
-(``use_vllm``) was read in trl/generation/vllm_generation.py, and the sync of AsyncGRPO (``weight_sync_steps``) in TRL's
-issues 6797 and 7103. The docstring of each framework's class names its own sources.
+Sources of the section in accelerate 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for the settings
+that each FSDP version ignores or refuses; Accelerator.get_state_dict and utils/fsdp_utils.py for the extractions. TRL's
+sync to vLLM (``use_vllm``) was read in trl/generation/vllm_generation.py, and the sync of AsyncGRPO
+(``weight_sync_steps``) in TRL's issues 6797 and 7103. The docstring of each framework's class names further sources.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SHARDING: dict[str, Sharding] = {
 
 
 def _name_keys(name: str) -> Keys:
-    """Returns a key of the section with accelerate's prefix and without."""
+    """Returns the key of a setting in ``fsdp_config``, with accelerate's prefix ``fsdp_`` and without it."""
     return f"{_SECTION}.fsdp_{name}", f"{_SECTION}.{name}"
 
 
@@ -122,8 +122,9 @@ class FsdpConfigFramework(FsdpFramework[V]):
         )
 
     def read_configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
-        """Reads the FSDP version from the section, or first from the keys in ``before``. Raises UsageError unless it is
-        1 or 2.
+        """Reads the FSDP version from the keys in ``before`` or, if none is set, from ``fsdp_config``.
+
+        Returns ``default`` if no version is set. Raises UsageError for a version other than 1 and 2.
         """
         row = self.settings.find_first(*before, *_name_keys("version"))
         if row is None:
@@ -193,7 +194,7 @@ _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "
 
 
 class _AccelerateVersions(VersionRange, frozen=True, kw_only=True):
-    """Range of versions; ``offload_backend`` is the process group's backend with ``offload_params``."""
+    """Range of accelerate versions; ``offload_backend`` is the process group's backend under ``offload_params``."""
 
     offload_backend: Backend
 
@@ -220,7 +221,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds the file that ``--config_file`` names, and the launch flags, which take precedence over it."""
+        """Adds the settings in the file of ``--config_file``, and the launch flags, which take precedence over them."""
         completed = Settings.join(_read_config_file(settings), settings)
         for flag, engine in _ENGINES.items():
             if row := settings.find_first_true(f"{LAUNCH}.{flag}"):
@@ -324,9 +325,9 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
 
 def _read_config_file(settings: Settings) -> Settings:
-    """Reads the file that ``--config_file`` names; empty if it was also given as an argument.
+    """Returns the settings in the file that ``--config_file`` names; empty if the file is also an argument of check.
 
-    Raises Unreadable if the file does not exist on this machine.
+    Raises Unreadable if the file does not exist on this machine, unless a flag chooses the engine.
     """
     row = settings.find_first(_CONFIG_FILE)
     if row is None or "distributed_type" in settings:
@@ -351,8 +352,8 @@ _TRAINER_KEYS = ("output_dir", "per_device_train_batch_size", "num_train_epochs"
 class _TrainerVersions(VersionRange, frozen=True, kw_only=True):
     """Range of transformers versions.
 
-    ``default`` is the FSDP version if the settings do not give one. Each ``reads_*`` field says whether that key is
-    read.
+    ``default`` is the FSDP version if the settings do not give a version. Each ``reads_*`` field says whether these
+    versions read the key of the same name.
     """
 
     default: FsdpVersion
@@ -365,9 +366,9 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
     """``fsdp`` and ``fsdp_config`` of TrainingArguments, in JSON, YAML or flags.
 
     Sources read in transformers 4.46, 4.56, 5.0, 5.9, 5.10, 5.11 and 5.23: training_args.py (_process_fsdp_args; PR
-    45640 made FSDP2 the default). According to accelerate's state.py, its CPU backend depends on FSDP_OFFLOAD_PARAMS,
-    which TrainingArguments sets only after it has created the process group. Under torchrun the group therefore has
-    only NCCL, unless ``ddp_backend`` says otherwise.
+    45640 made FSDP2 the default). In accelerate's state.py, the CPU backend depends on FSDP_OFFLOAD_PARAMS, which
+    TrainingArguments sets only after the process group is created. Under torchrun the group therefore has only NCCL,
+    unless ``ddp_backend`` says otherwise.
     """
 
     facts = load_facts("hf_trainer", _TrainerVersions)
@@ -453,7 +454,10 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         return tuple(words)
 
     def _find_ignored(self, options: Sequence[str], ranges: Sequence[_TrainerVersions]) -> Iterator[ConfigFinding]:
-        """Finds settings that the relevant versions ignore or refuse. They are notes if the version is not known."""
+        """Finds settings that the relevant versions ignore or refuse.
+
+        A finding that depends on the version is a note if the version is not known.
+        """
         finding = report_conflict if len(ranges) == 1 else note
         version = self.settings.find_first(*_name_keys("version"))
         if version and any(not versions.reads_version for versions in ranges):
@@ -667,7 +671,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
 
 
 def _add_words_of_accelerate(words: str) -> Keys:
-    """Returns the words of accelerate's section and the given ones, each with the prefix ``fsdp_`` and without."""
+    """Returns the keys of accelerate's section and the given words, each with the prefix ``fsdp_`` and without it."""
     every = f"{Accelerate.facts.section_keys} {words}".split()
     return (*(f"fsdp_{word}" for word in every), *every)
 

@@ -44,7 +44,7 @@ _NCCL_ALONE = "Lightning's default is only NCCL"
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """Range of Lightning versions; ``use_orig_params`` is their default for this argument."""
+    """Range of Lightning versions; ``use_orig_params`` is the default of FSDPStrategy's argument."""
 
     use_orig_params: bool
 

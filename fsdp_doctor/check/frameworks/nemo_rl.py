@@ -40,7 +40,7 @@ class NemoRl(FsdpFramework[_Versions]):
         """Counts the ranks that train: the whole cluster, without the GPUs that only generate.
 
         Separate generation uses GPUs of the only node, or whole nodes if there are several nodes. Returns None if the
-        configuration does not give their number.
+        configuration does not give the number of GPUs.
         """
         per_node, nodes = (
             settings.read_number("cluster.gpus_per_node"),

@@ -26,7 +26,7 @@ class _Keys(KeyTable, frozen=True, kw_only=True):
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """Range of versions; ``offloads_optimizer`` is true if they offload the optimizer state by default."""
+    """Range of versions; ``offloads_optimizer`` is true if the optimizer state is offloaded by default."""
 
     offloads_optimizer: bool
 

@@ -2,7 +2,7 @@
 
 Sources read in SkyRL skyrl_train-v0.1.0 and v0.4.0, and skyrl-v0.1.0 to v0.3.0: config.py and ppo_base_config.yaml for
 the defaults; distributed/fsdp_strategy.py for the wrapper and the offload; workers/worker.py for the backend;
-fsdp/fsdp_worker.py for the extractions. The package skyrl succeeds skyrl_train; a given version means skyrl's.
+fsdp/fsdp_worker.py for the extractions. The package skyrl succeeds skyrl_train; a given version is a version of skyrl.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MOVED = "distributed/fsdp_strategy.py moves it by hand if all models are coloca
 class _Versions(VersionRange, frozen=True, kw_only=True):
     """Range of SkyRL versions.
 
-    ``fsdp`` is the strategy that the word ``fsdp`` means, and ``default`` the word if none is set. ``adapter`` is the
-    method that extracts an adapter.
+    ``fsdp`` is the strategy that the word ``fsdp`` means, and ``default`` is the word that applies if none is set.
+    ``adapter`` is the method that extracts an adapter.
     """
 
     fsdp: Strategy = Strategy.FSDP1
@@ -104,8 +104,9 @@ class SkyRl(FsdpFramework[_Versions]):
         return versions.fsdp if word == "fsdp" else Strategy.FSDP2
 
     def _choose_offload(self, role: Role, strategy: Strategy) -> OffloadChoice:
-        """Chooses the policy, or else the manual offload that colocation causes. Under FSDP1 only the reference has a
-        policy.
+        """Chooses the policy, or else the manual offload that colocation causes.
+
+        Under FSDP1 only the reference model can have a policy.
         """
         offload = self.choose_offload(role, "cpu_offload=false is the default")
         if offload.policy and strategy.version == 1 and role != "ref":

@@ -62,8 +62,8 @@ _DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "floa
 class VerlModel(KeyTable, frozen=True, kw_only=True):
     """Model of a run: the keys of its settings, in newer and older layouts, and how verl uses the model.
 
-    ``strategies`` are keys outside the model's sections that choose FSDP1, FSDP2 or another engine. They take
-    precedence over the key in the model's sections; ``default`` applies if none is set. ``model`` and ``checkpoint``
+    ``strategies`` are keys outside the model's sections that choose FSDP1, FSDP2 or another engine. These keys take
+    precedence over the key in the model's sections; ``default`` applies if no key is set. ``model`` and ``checkpoint``
     are the sections with model and checkpoint settings; without ``checkpoint`` the model is never saved.
     ``policy_names`` are names in the model's sections that must all be true for the offload policy. ``synced`` models
     send their weights to the rollout. ``forward_only`` models always use the policy.
@@ -123,7 +123,7 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     """Range of versions with one implementation of the workers.
 
     trainers: the trainers that have these versions.
-    chosen_by: values of use_legacy_worker_impl that choose this implementation; empty if all do.
+    chosen_by: values of use_legacy_worker_impl that choose this implementation; empty if every value does.
     engine: the engine runs the model instead of fsdp_workers.py.
     own_strategy: the engine reads only the strategy in the model's section, by default ``fsdp`` (until PR 5885).
     stages: the model is moved to the device before each sync, whatever the offload.
@@ -137,7 +137,7 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     asks_offloaded: fully asynchronous training reads names and shapes from an offloaded model (issue 4657).
     backend: the backend of PPO's process group.
     critic_backend: the backend of the critic's separate group.
-    always_ref: a reference model is built even if nothing asks for one.
+    always_ref: a reference model is built even if no setting asks for a reference model.
     fsdp1_only: these versions do not support FSDP2 and LoRA yet.
     """
 
@@ -179,7 +179,7 @@ class Verl(FsdpFramework[VerlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts the ranks: eight on one node by default. An SFT trainer that is not on Ray gets them from torchrun."""
+        """Returns the number of ranks, by default eight for PPO; None for SFT if only torchrun gives the number."""
         per_node = settings.read_number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
         nodes = settings.read_number("trainer.nnodes", default=1)
         return per_node * nodes if per_node and nodes else None
@@ -271,7 +271,7 @@ class Verl(FsdpFramework[VerlVersions]):
     # Versions and axes
 
     def _list_ranges(self, model: VerlModel) -> list[VerlVersions]:
-        """Lists the version ranges that build the model, by the version and the chosen implementation."""
+        """Lists the version ranges in which verl builds the model, for the given version and implementation."""
         trainer: _Trainer = "old_sft" if model is _OLD_SFT else "sft" if model is _SFT else "ppo"
         ranges = [item for item in select_matching(_FACTS.versions, self.version) if trainer in item.trainers]
         if trainer == "sft":
@@ -474,8 +474,9 @@ def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlV
 
 
 def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
-    """Returns whether the engine's get_per_tensor_param, or the worker's rollout_mode, first moves the model to the
-    device.
+    """Returns whether the model is moved to the device before its weights are sent to the rollout.
+
+    The move is in the engine's get_per_tensor_param or in the worker's rollout_mode.
     """
     if scenario.policy:
         return versions.stages_policy

@@ -1,12 +1,12 @@
 """Executes files of this program in a user's job after modules are imported.
 
-Its directory is first on the job's PYTHONPATH.
+The directory of this file is first on the job's PYTHONPATH.
 
 The variable FSDP_DOCTOR_AFTER_IMPORT, made by :mod:`fsdp_doctor.machine.injection`, is a JSON object that maps the name
 of a module to a file. The file's ``start(module name)`` is called when the module has been executed.
 
-Python imports a module of this name when it starts. If the user has a ``sitecustomize`` too, which this one hides, it
-is run afterwards.
+Python imports a module named ``sitecustomize`` when it starts. If the user has such a module, which this file hides,
+this file executes the user's module, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImports:
-    """A finder that lets other finders find the modules, and starts a module's file after its execution."""
+    """An import hook that calls ``start`` of a module's file after the import. Other finders find the module."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
@@ -61,7 +61,7 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 def _run_hidden() -> None:
-    """Runs the ``sitecustomize`` that Python would have imported if this one did not exist."""
+    """Executes the ``sitecustomize`` module that Python would have imported if this file did not exist."""
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.origin is not None:

@@ -1,4 +1,7 @@
-"""Renders a merged report as one self-contained HTML file that shows which cases work with which versions. No torch."""
+"""Renders a merged report as one self-contained HTML file that shows which cases work with which versions.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

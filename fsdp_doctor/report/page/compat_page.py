@@ -172,9 +172,9 @@ def _make_column(environment: Environment) -> dict[str, str]:
     """Makes the head of a column.
 
     torch: the version of torch.
-    more: the facts that distinguish it from other columns with the same torch and device; mostly empty.
+    more: the facts that distinguish the column from others with the same torch and device; mostly empty.
     anchor: the column's name in a link.
-    incomplete: the reason why some of its cases did not run; else empty.
+    incomplete: the reason why some cases of the column did not run; empty if all ran.
     """
     version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
     device = environment.device if environment.world_size else NOWHERE

@@ -1,4 +1,4 @@
 """Reports of several versions of torch and of the frameworks: merges them, and finds what changed between versions.
 
-No torch.
+Imports no torch.
 """

@@ -1,6 +1,7 @@
 """Writes the versions of torch on which each entry of the catalogue was measured into the catalogue's files.
 
-``python -m fsdp_doctor.report.versions.measured MERGED`` writes them as ``measured``, after each entry's ``evidence``.
+``python -m fsdp_doctor.report.versions.measured MERGED`` writes the versions as ``measured``, after an entry's
+``evidence``.
 """
 
 from __future__ import annotations

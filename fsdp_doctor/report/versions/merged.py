@@ -157,7 +157,7 @@ class MergedReport:
 
     version: the version of fsdp-doctor that merged the reports.
     environments: sorted by device and version, the oldest first.
-    outcomes: distinct outcomes; several cases may share one.
+    outcomes: distinct outcomes; several cases may share an outcome.
     cases: sorted as they ran.
     """
 
@@ -202,7 +202,7 @@ def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
 
 
 def read_merged_dict(data: dict[str, Any]) -> MergedReport:
-    """Reads a merged report from JSON values. Raises KeyError or ValueError for anything else."""
+    """Reads a merged report from JSON values. Raises KeyError or ValueError for other values."""
     merged = msgspec.convert(data, MergedReport)
     for case in merged.cases:
         if len(case.outcomes) != len(merged.environments) or not all(
@@ -223,7 +223,7 @@ def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
 
 
 def read_either(path: pathlib.Path) -> Report | MergedReport:
-    """Reads a merged report or the report of one run. Raises UsageError for anything else."""
+    """Reads a merged report or the report of one run. Raises UsageError for any other file."""
     with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
         data = read_json(path)
         if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
@@ -232,7 +232,7 @@ def read_either(path: pathlib.Path) -> Report | MergedReport:
 
 
 def read_merged(path: pathlib.Path) -> MergedReport:
-    """Reads a merged report from a file. Raises UsageError for anything else."""
+    """Reads a merged report from a file. Raises UsageError for any other file."""
     data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return read_merged_dict(data)

@@ -54,8 +54,8 @@ class _Column:
 def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
     """Merges reports.
 
-    Reports of the same environment with different cases become one. Raises UsageError if two of them have the same
-    case, because it would be unclear which result counts.
+    Reports of the same environment with different cases become one column. Raises UsageError if two reports of the same
+    environment have the same case, because it would be unclear which result counts.
 
     reports: maps names, which the merged report uses, to reports.
     """
@@ -189,7 +189,7 @@ def _has_method(case: AnyCase) -> bool:
 def _judge_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
     """Returns the outcome, or "unmeasurable" instead of an ok on the CPU that proves nothing.
 
-    It proves nothing if the case's offload or staging moves memory only on other devices.
+    An ok proves nothing on the CPU if the case has an offload or staging, which moves memory only on other devices.
     """
     moves = row.offload not in ("", str(Offload())) or row.staging == Staging.STAGED
     if device != "cpu" or outcome.kind != "ok" or not moves:
@@ -269,7 +269,7 @@ def _describe_machine(environment: Environment) -> str:
 
 
 def _list_facts(environment: Environment) -> dict[str, str]:
-    """Returns the facts that can differ between environments of one machine: their values by name."""
+    """Maps the names of the facts that can differ between environments of one machine to their values."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
     # Device and number of ranks are left out, because the description of the machine has them.
     options = " ".join(re.sub(r"--(?:device|nproc) \S+", "", environment.rerun_options).split())
@@ -285,7 +285,7 @@ class _VersionRow:
 
     where: the facts that the environments share.
     environments: the index of the environment by the version's short name, the oldest first.
-    untried: versions of the package between two of these versions that have no environment.
+    untried: versions of the package without an environment in this row, between its oldest and newest version.
     """
 
     package: str
@@ -346,7 +346,7 @@ def _make_version_row(
 
 
 def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[str]:
-    """Returns the releases of torch between two versions that have no environment."""
+    """Returns the releases of torch between ``first`` and ``last`` that have no environment."""
     if not (make_version_key(first)[0] and make_version_key(last)[0]) or Version(first).major != Version(last).major:
         return []
     tried = {Version(version).minor for version in there if make_version_key(version)[0]}
@@ -405,7 +405,7 @@ def strip_build(version: str) -> str:
 
 
 def shorten_names(versions: Sequence[str]) -> dict[str, str]:
-    """Maps each version of torch to a short name: its first two numbers, if no other version has the same two."""
+    """Maps each version of torch to a short name: its first two numbers, if they differ from all other versions'."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {

@@ -87,7 +87,7 @@ class Sweep:
         ]
 
     def name_file(self, packages: Packages) -> pathlib.Path:
-        """Returns the file for the report of these packages. Its name contains all packages."""
+        """Returns the file for the report of these packages. The file's name contains all packages."""
         beside = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in packages.beside)
         return self.directory / f"{'-'.join([f'torch{packages.torch}', *beside])}.json"
 
@@ -193,7 +193,7 @@ class Program:
         """Runs ``fsdp-doctor probe``. Returns the reason if it made no complete report.
 
         An unexpected verdict counts as a result. Raises UsageError for options that the probe refuses, and Interrupted
-        if a signal ended it, because both would also end the probes of the next versions.
+        if a signal ended the probe, because both would also end the probes of the next versions.
         """
         command = [str(self.python), "-m", "fsdp_doctor", "probe", *options, "--format", "lines"]
         with (
@@ -279,7 +279,7 @@ def _list_selecting_words(options: Sequence[str]) -> list[str]:
 
 
 def _split_words(options: Sequence[str]) -> list[str]:
-    """Splits options into words: ``--device=cpu`` becomes two."""
+    """Splits options into words: ``--device=cpu`` becomes two words."""
     words = []
     for option in options:
         name, equals, value = option.partition("=")
@@ -322,9 +322,9 @@ def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
 
 
 def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: pathlib.Path) -> pathlib.Path:
-    """Makes an environment in ``directory`` with the requirements and the doctor's own. Returns its interpreter.
+    """Makes an environment with the given and fsdp-doctor's requirements. Returns the environment's interpreter.
 
-    Raises CannotRun with uv's reason if they cannot be installed, and UsageError if uv is not installed.
+    Raises CannotRun with uv's reason if the packages cannot be installed, and UsageError if uv is not installed.
     """
     uv, python = find_uv(), directory / "bin" / "python"
     with open(log, "a", encoding="utf-8") as file:
