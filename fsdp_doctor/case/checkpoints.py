@@ -62,6 +62,7 @@ class Checkpoint:
     options: the options of the only param group.
     raw_optimizer: this rank's ``optimizer.state_dict()``.
     data_position: this rank's position in its batches.
+    num_steps: the number of steps that the run has made.
     went_on: the outcome of the run's next step; None if another number of ranks made that step, with other batches.
     directory: the directory with the files that frameworks save; None if no other process saved the checkpoint.
     """
@@ -75,6 +76,7 @@ class Checkpoint:
     options: Mapping[str, Any]
     raw_optimizer: dict[str, Any]
     data_position: torch.Tensor
+    num_steps: int
     went_on: StepOutcome | None
     directory: pathlib.Path | None = None
 
@@ -127,7 +129,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
     tied = [names for names in reader.read(trainer.model).list_all_names() if len(names) > 1]
     (group,) = trainer.optimizer.state_dict()["param_groups"]
     raw_optimizer = _copy_as_file(trainer.optimizer.state_dict())
-    data_position = trainer.read_data_position()
+    data_position, num_steps = trainer.read_data_position(), trainer.num_steps
     save(trainer)
     train_one_step(trainer)
     return Checkpoint(
@@ -140,6 +142,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
         options={key: value for key, value in group.items() if key != "params"},
         raw_optimizer=raw_optimizer,
         data_position=data_position,
+        num_steps=num_steps,
         went_on=digest_outcome(trainer.model, trainer.optimizer),
     )
 
@@ -296,10 +299,12 @@ class SavedCheckpoints:
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
-        """Builds a trainer of the scenario, and trains it if its phase says so."""
+        """Builds a trainer of the scenario, and trains it for one step if its phase says so.
+
+        The saved run has trained for two steps, so a load that leaves out the optimizer's step counters is detected.
+        """
         trainer = Trainer(scenario, self._runtime, start=start)
         if scenario.phase.is_trained:
-            trainer.step()
             trainer.step()
             trainer.resume()
         return trainer
@@ -353,6 +358,7 @@ class SavedCheckpoints:
             local_pieces.write(moments)
             trainer.optimizer.param_groups[0].update(checkpoint.options)
             trainer.seek(checkpoint.data_position)
+            trainer.num_steps = checkpoint.num_steps
         train_one_step(trainer)
         return digest_outcome(trainer.model, trainer.optimizer)
 

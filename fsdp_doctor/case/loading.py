@@ -148,6 +148,7 @@ class LoadingSteps(MatrixSteps):
             )
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)
+            trainer.num_steps = self._checkpoint.num_steps
         recorder.enter("checkpoint")
         self._expected = self._saved.expect_next_step(self.scenario, self._contract.loads)
 

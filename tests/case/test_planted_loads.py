@@ -65,6 +65,14 @@ def test_a_faulty_loader_does_not_reach_the_case_after_it(planted: Run) -> None:
     assert planted.report.complete
 
 
+def test_a_load_into_a_trained_optimizer_must_replace_the_step_counters(tmp_path: pathlib.Path) -> None:
+    phase = ("--phase", "after-raised-forward", "--method", "load_optimizer_state")
+    run = probe(tmp_path, *_LOADING, *phase, *user_methods("loaders:keeps_its_own_step_counters"))
+    verdict = run.result("faults.loaders:keeps_its_own_step_counters").verdict
+    assert (verdict.kind, "0: 1.0, not 2.0" in verdict.reason) == ("wrong", True), verdict
+    assert run.kind("after-raised-forward/load_optimizer_state") == "ok"
+
+
 def test_a_load_that_misses_the_flat_parameter_is_wrong_in_every_scenario(tmp_path: pathlib.Path) -> None:
     scenarios = ("--strategy", "fsdp1,fsdp1-orig", "--offload", "none,policy", "--staging", "staged")
     loader = "loaders:leaves_the_old_values_in_the_flat_parameter"

@@ -196,6 +196,14 @@ def is_a_step_behind(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 
 
 @_loads_optimizer
+def keeps_its_own_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    before = [values["step"].clone() for values in optimizer.state.values()]
+    honest_optimizer(model, optimizer, state)
+    for values, step in zip(optimizer.state.values(), before, strict=True):
+        values["step"] = step
+
+
+@_loads_optimizer
 def keeps_the_new_learning_rate(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
     before = optimizer.param_groups[0]["lr"]
     honest_optimizer(model, optimizer, state)
