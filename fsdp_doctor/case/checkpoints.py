@@ -332,10 +332,7 @@ class SavedCheckpoints:
         """
         rank, world_size = self._runtime.rank, self._runtime.world_size
         file = self._runtime.scratch / "kept" / f"{name.replace('/', '-')}-{rank}_of_{world_size}.pt"
-        is_there = torch.tensor([int(file.exists())], device="cpu")
-        # Another group of ranks may have written the file of one rank, but not yet that of another.
-        dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=self._runtime.control)
-        if is_there.item():
+        if _is_on_every_rank(file, self._runtime):
             kept: T = torch.load(file, weights_only=False)
             return kept
         made = make()
@@ -363,6 +360,16 @@ class SavedCheckpoints:
         return digest_outcome(trainer.model, trainer.optimizer)
 
 
+def _is_on_every_rank(path: pathlib.Path, runtime: Runtime) -> bool:
+    """Returns whether every rank finds its path, which another group of ranks may be writing now.
+
+    Every rank must call it.
+    """
+    is_there = torch.tensor([int(path.exists())], device="cpu")
+    dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=runtime.control)
+    return bool(is_there.item())
+
+
 def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -386,6 +393,7 @@ class CheckpointForms:
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
         self._checkpoint = checkpoint
+        self._fit = fit
         files = checkpoint.directory / _HUB if checkpoint.directory and fit is CheckpointFit.HUB else None
         self.files = files
         self._weights = _read_files(files) if files is not None else _make_saved_weights(checkpoint, fit)
@@ -407,22 +415,41 @@ class CheckpointForms:
                     weights = lora_reference.select_adapter_weights(weights)
                 return _select_loaded(contract, weights, optimizer)
             case "sharded":
-                return _select_loaded(contract, self._make_sharded_weights(), self._make_optimizer_state(sharded=True))
+                weights = self._make_sharded_weights() if contract.loads != "optimizer" else {}
+                optimizer = self._make_optimizer_state(sharded=True) if contract.loads != "model" else {}
+                return _select_loaded(contract, weights, optimizer)
             case "dcp":
-                if saved:
-                    return saved / _DCP
-                state = {"model": self._make_sharded_weights(), "optimizer": self._make_optimizer_state(sharded=True)}
-                dcp.save(state, checkpoint_id=self._directory)
+                return saved / _DCP if saved else self._write_once(_DCP, self._write_dcp)
             case "rank_files":
-                if saved:
-                    return saved / _RANK_FILES
-                _write_rank_files(
-                    self._directory, self._runtime, self._make_sharded_weights(), self._checkpoint.raw_optimizer
-                )
+                return saved / _RANK_FILES if saved else self._write_once(_RANK_FILES, self._write_rank_files)
             case _:
                 assert_never(contract.given)
-        dist.barrier(group=self._runtime.control)
-        return self._directory
+
+    def _write_once(self, form: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
+        """Returns the directory with the checkpoint's files, which only the first case that needs them writes.
+
+        All cases of a run share the files, because they depend only on the checkpoint.
+        """
+        source, control = find_source(self._scenario), self._runtime.control
+        directory = self._runtime.scratch / "given" / f"{source.id.replace('/', '-')}-{self._fit}-{form}"
+        if not _is_on_every_rank(directory, self._runtime):
+            write(self._directory)
+            dist.barrier(group=control)
+            if self._runtime.rank == 0:
+                directory.parent.mkdir(exist_ok=True)
+                # Fails if another group of ranks has written the same files in the meantime.
+                with contextlib.suppress(OSError):
+                    self._directory.rename(directory)
+            dist.barrier(group=control)
+        return directory
+
+    def _write_dcp(self, directory: pathlib.Path) -> None:
+        state = {"model": self._make_sharded_weights(), "optimizer": self._make_optimizer_state(sharded=True)}
+        dcp.save(state, checkpoint_id=directory)
+
+    def _write_rank_files(self, directory: pathlib.Path) -> None:
+        weights, optimizer = self._make_sharded_weights(), self._checkpoint.raw_optimizer
+        _write_rank_files(directory, self._runtime, weights, optimizer)
 
     def _make_sharded_weights(self) -> dict[str, Any]:
         like = self._find_sharded_tensors()

@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -191,7 +192,10 @@ class LoadingSteps(MatrixSteps):
             # torch's CheckpointException is no Exception.
             if must_fit:
                 raise
-            self.refuse(error, self._checkpoint.directory or self._runtime.name_directory(self._recorder.record))
+            files = (
+                self._state if isinstance(self._state, pathlib.Path) else runtime.name_directory(self._recorder.record)
+            )
+            self.refuse(error, self._checkpoint.directory or files)
             return None
         if self._watches_state:
             runtime.synchronize()
