@@ -31,6 +31,8 @@ from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.methods import MatrixMethod, find_method, is_user_method
 from fsdp_doctor.verdict.records import Record, make_failure
 
+_SCENARIOS_BETWEEN_FREEZES = 20
+
 
 class CaseRunner:
     """Runner of cases on this rank, one after the other. It keeps a scenario's trainer as long as the trainer is sound.
@@ -45,7 +47,7 @@ class CaseRunner:
         self._report = report
         self._side_effects = SideEffects(runtime.device)
         self._trainer: Trainer | None = None
-        self._num_cases = 0
+        self._num_scenarios = 0
         self._saved = checkpoints.SavedCheckpoints(runtime)
         self._next_steps = NextSteps()
 
@@ -108,9 +110,10 @@ class CaseRunner:
         del kept
         # The memory of a dropped scenario is not to be counted against the next.
         gc.collect()
-        self._num_cases += 1
-        if self._num_cases == 2:
-            # What the first case has left lives as long as this process. Later collections need not look through it.
+        self._num_scenarios += 1
+        if self._num_scenarios % _SCENARIOS_BETWEEN_FREEZES == 2:
+            # What is left now lives as long as this process: imports, caches, and the parts of FSDP1 models that torch
+            # never frees. Later collections need not look through it.
             gc.freeze()
         if self._runtime.has_accelerator:
             torch.get_device_module(self._runtime.device).empty_cache()
