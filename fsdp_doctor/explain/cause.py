@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.explain.around import AroundReader
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
@@ -329,7 +328,6 @@ class _Logs:
         self._symptom: Reading | None = None
         self._prose: Reading | None = None
         self._told = ""
-        self._around = AroundReader()
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
@@ -350,7 +348,6 @@ class _Logs:
             summaries.read(piece)
             symptoms.read(piece)
             prose.read(piece)
-            self._around.read(piece)
             self._watchdog.read(piece)
             self._stacks.read(piece)
             self._clues.read(piece.text)
@@ -442,19 +439,18 @@ class _Logs:
         about_fsdp: bool,
     ) -> Reading | None:
         """Returns facts about an exception or a symptom; None if the catalogue knows the failure for certain."""
-        around = self._around.end()
         if any(match.grade == "known" for match in matches):
             return None
         if showing == "hang":
-            return read_hang(around)
+            return read_hang(self._told)
         if showing == "consequences":
             return None
         if cause is None:
-            return read_symptom(self._symptom or self._prose, around)
+            return read_symptom(self._symptom or self._prose, self._told)
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions, self._find_call(cause), self._told, around)
+        reading = read_failure(cause.first, versions, self._find_call(cause), self._told)
         # What a person says of another library's failure may be about anything.
         symptom = self._symptom or (self._prose if about_fsdp and not matches else None)
         if reading is None:
