@@ -14,6 +14,11 @@ _FRAMEWORKS = (
     "|skyrl_gym|areal|prime_rl|torchtune|torchtitan|oumi|megatron|lightning|pytorch_lightning|accelerate|transformers"
     "|diffusers|peft|deepspeed|ray|roll|rllm|composer|llmfoundry|fairscale|olmo_core|mbridge"
 )
+# Packages that call what they are given: the code of a command line, of a process, of a data set's examples.
+_WRAPPERS = frozenset({
+    *("fire", "click", "typer", "hydra", "absl", "tyro", "jsonargparse", "simple_parsing", "argbind", "invoke"),
+    *("datasets", "multiprocess", "dill", "joblib", "tqdm", "wrapt", "decorator", "backoff", "tenacity"),
+})  # fmt: skip
 # By the innermost frame that says it. Who raised it, and in which phase of a job.
 _WHO = (
     (r"\bbitsandbytes/", "bitsandbytes"),
@@ -32,7 +37,7 @@ _WHO = (
     (r"\btorch/nn/modules/module\.py.* in load_state_dict", "the module's load_state_dict"),
     (r"/src/(?P<name>(?!torch\b)[a-z]\w+)/[\w/]+\.py", ""),
     (rf"/(?P<name>{_FRAMEWORKS})/(?!site-packages)[\w/]+\.py", ""),
-    (r"-packages/(?!torch/)(?P<name>\w+)/", ""),
+    (rf"-packages/(?!(?:torch|{'|'.join(sorted(_WRAPPERS))})/)(?P<name>\w+)/", ""),
 )
 # Parts of torch that its other parts call: one of these counts if no part of torch called it.
 _WHO_BELOW = (
@@ -111,6 +116,9 @@ def find_who(frames: Sequence[str]) -> str:
             return below
         if who := _match_place(_WHO, frame):
             return who
+        if not find_package(frame):
+            # The packages further out only called this script.
+            return ""
         below = below or _match_place(_WHO_BELOW, frame)
     return below
 
@@ -189,7 +197,7 @@ def find_call(raised: Raised) -> JobCall | None:
         return None
     for at in range(len(frames) - 1, -1, -1):
         package = find_package(frames[at])
-        if package in (raising, "python"):
+        if package in (raising, "python") or package in _WRAPPERS:
             continue
         match = _FRAME.search(frames[at])
         code = raised.code_of.get(frames[at], "")

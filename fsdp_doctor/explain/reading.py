@@ -97,8 +97,9 @@ def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
 
 
 def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
-    """Returns whether the traceback goes through the place that a mechanism belongs to."""
-    return mechanism.place is None or any(mechanism.place.search(frame) for frame in raised.frames)
+    """Returns whether the traceback shows the place and the line of code that a mechanism belongs to."""
+    places = mechanism.place is None or any(map(mechanism.place.search, raised.frames))
+    return places and (mechanism.code is None or any(map(mechanism.code.search, raised.code_of.values())))
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
