@@ -239,7 +239,7 @@ class Explanation:
     under_fsdp: whether the failure or any other part of the logs shows that FSDP is in use.
     foreign: a noun for the cause if it is known and is not FSDP; empty otherwise.
     about: a noun for what failed, if the failure is not about FSDP and its message names it; empty otherwise.
-    noted: sentences that quote lines of a log without a whole exception: an error line, a warning of torch's FSDP.
+    noted: sentences that quote lines of a log without a whole exception: an error line, a warning of torch's sharding.
     reading: facts that the logs show about a failure without a certain entry; None if there are none.
     hang: the places of the ranks, if collectives did not end.
     consequences: the number of exceptions that followed from the cause, by the name of the consequence.
@@ -470,7 +470,7 @@ class _Logs:
 
     def _note(self, cause: Group | None, showing: Showing) -> Iterator[str]:
         """Quotes the error line above a traceback that was cut off; of a log without an exception, the first error line
-        and the first warning of torch's FSDP.
+        and the first warning of torch's sharding.
         """
         if showing not in ("cut", "nothing"):
             return
@@ -480,7 +480,7 @@ class _Logs:
             about = f" This line is about {kind}, which is no failure of FSDP's." if kind else ""
             yield f"An error line {'above it ' if above else ''}{error.quoted}.{about}"
         if showing == "nothing" and (warning := self._lines.warning):
-            yield f"A warning of torch's FSDP {warning.quoted}."
+            yield f"A warning of torch.distributed {warning.quoted}. Does the job do what it warns of?"
 
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
         """Adds the command that says more of the words in the message, if the reading shows nothing."""

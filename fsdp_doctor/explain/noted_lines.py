@@ -1,4 +1,4 @@
-"""Keeps lines that say of an error without the form of an exception, and warnings of torch's FSDP, to quote them."""
+"""Keeps error lines without the form of an exception, and warnings of torch's sharding, to quote them."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ _WHEN = (
     (r"in \w*clip_grad\w*|in get_total_norm", "gradient clipping"),
     (r"\btorch/optim/|optim\w*\.py.*in (?:update_)?step|in optimizer_step", "the optimizer's step"),
     (r"in (?:_?save\w*|async_save)|state_dict_saver", "a save"),
+    (r"in (?:preprocess|handle|convert)_\w*state_dict", "a save or a load"),
+    (r"in (?:prepare|_prepare_\w+|fsdp2_prepare_\w+)$", "the preparation of model and optimizer"),
     (r"in \w*(?:load_state_dict|load_checkpoint|restore|resume)\w*|state_dict_loader|in create_\w*load_plan", "a load"),
     (r"in \w*(?:update_weight|sync_weight|send_weight|load_weights)\w*", "a sync of weights to an engine"),
     (r"in \w*(?:state_dict(?!_report)|full_tensor|summon_full_params)\w*", "a gather of the model"),
@@ -71,6 +73,7 @@ _WHEN = (
     (r"in (?:fully_shard|parallelize_module|_init_\w*|__init__|wrap|build\w*)$", "the construction of the model"),
     (r"in forward|in _call_impl", "the forward"),
 )
+_RECOMPUTED = re.compile(r"\btorch/utils/checkpoint\.py.* in (?:recompute_fn|unpack_hook|backward)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 _PACKAGE = re.compile(rf"-packages/(?P<package>\w+)|(?:^|/)(?P<source>torch|{_FRAMEWORKS})/(?=[\w/]+\.py$)")
 _STANDARD = re.compile(r"^<|(?:^|/)(?:lib(?:64)?/)?python\d[\d.]*/(?!site-packages|dist-packages)|/lib/python[\d.]+/")
@@ -125,7 +128,10 @@ def find_who(frames: Sequence[str]) -> str:
 
 def find_when(frames: Sequence[str]) -> str:
     """Names the phase of the job by the frames; empty if no frame says it."""
-    return next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
+    when = next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
+    if when == "the forward" and any(map(_RECOMPUTED.search, frames)):
+        return "the backward, which recomputes a forward"
+    return when
 
 
 def _match_place(table: Sequence[tuple[str, str]], frame: str) -> str:
