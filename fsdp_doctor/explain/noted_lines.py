@@ -9,10 +9,11 @@ from fsdp_doctor.explain.log_input import LogPiece, parse_line
 from fsdp_doctor.explain.places import shorten
 from fsdp_doctor.explain.rank_lines import has_any
 
-_HINTS = ("rror", "RROR", "ailed to", "ould not", "FATAL", "fatal", "Warning")
+_HINTS = ("rror", "RROR", "ailed to", "ould not", "nable to", "FATAL", "atal", "CRITICAL", "Warning")
+# At the beginning of a message; a level also within a line.
 _ERROR = re.compile(
-    r"(?:^|[\s\])>|])(?:ERROR|Error|error|FATAL|[Ff]atal)(?::| (?:in|while|during|when|at|on|occurred|creating)\b)"
-    r"|\b[Ff]ailed to \w|\b[Cc]ould not \w"
+    r"(?:^\W{0,4}|[:\])|>] )(?:(?:ERROR|Error|error|FATAL|[Ff]atal)(?::| (?:in|while|during|when|at|creating)\b)"
+    r"|(?:Failed to|Could not|Unable to) \w)|(?:^|[\s\[|(])(?:ERROR|FATAL|CRITICAL)\b|\bNCCL error\b"
 )
 # Lines of a lower level, frames, and code.
 _OTHER = re.compile(r"(?:^|[\s\[(|])(?:DEBUG|INFO|WARNING)\b|\bFile \"|Traceback|^\s{4}|\b(?:raise|assert|print|if)\b")
@@ -49,7 +50,8 @@ class NotedLines:
                 continue
             if self.warning is None and (match := _WARNING.search(raw)):
                 self.warning = NotedLine(file, number, match["text"])
-            if _ERROR.search(raw) and not _OTHER.search(text := parse_line(number, raw).text):
+            text = parse_line(number, raw).text
+            if _ERROR.search(text) and not _OTHER.search(text) and not text.rstrip().endswith(":"):
                 self._errors.append(NotedLine(file, number, text.strip()))
                 # Of many lines, the first and the last ones are kept.
                 del self._errors[_MOST // 2 : -_MOST // 2]

@@ -99,6 +99,21 @@ def test_a_cut_traceback_without_an_error_line_quotes_none(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize(
+    ("line", "is_quoted"),
+    [
+        ("ERROR: the engine of skyrl refused the weights", True),
+        ("Unable to open the shard of rank 3", True),
+        ("ERROR [train_loop]: Exception during training:", False),
+        ("step 4 validation error: 0.12", False),
+        ("eval_error=0.3, error in percent", False),
+        ("The author could not see a difference.", False),
+    ],
+)
+def test_an_error_line_begins_with_the_error(tmp_path: pathlib.Path, line: str, is_quoted: bool) -> None:
+    assert ("An error line" in _answer(tmp_path, "epoch 1", line, "epoch 2")) == is_quoted
+
+
+@pytest.mark.parametrize(
     ("code", "words"),
     [
         ("self.optim = self.accelerator.prepare(self.optim)", "the optimizer is prepared without its model"),
