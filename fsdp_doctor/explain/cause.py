@@ -418,7 +418,7 @@ class _Logs:
             under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
             foreign=foreign,
             about=_find_first_kind(_UNDECIDED, text) if is_failure and not about_fsdp else "",
-            noted=tuple(self._note(cause, showing)),
+            noted=tuple(self._note(cause, showing, is_open=is_failure and not foreign and not _is_sure(matches))),
             reading=self._read(cause, showing, matches, foreign, about_fsdp=about_fsdp),
             hang=hang,
             consequences=_count_consequences(groups, cause),
@@ -468,11 +468,13 @@ class _Logs:
             return reading
         return self._add_command(reading, cause.first)
 
-    def _note(self, cause: Group | None, showing: Showing) -> Iterator[str]:
-        """Quotes the error line above a traceback that was cut off; of a log without an exception, the first error line
-        and the first warning of torch's sharding.
+    def _note(self, cause: Group | None, showing: Showing, *, is_open: bool) -> Iterator[str]:
+        """Quotes the error line above an open failure, or above a traceback that was cut off; of a log without an
+        exception, the first error line and the first warning of torch's sharding.
+
+        is_open: whether the failure has neither a sure entry nor a cause other than FSDP.
         """
-        if showing not in ("cut", "nothing"):
+        if not is_open and showing not in ("cut", "nothing"):
             return
         above = (cause.first.file, cause.first.line) if cause is not None else ()
         if error := self._lines.find_error(*above):
@@ -565,6 +567,10 @@ class _Logs:
 def _ask_of_hang(question: str) -> str:
     """Returns the question of an entry. A question about the exception's place becomes one about the other ranks."""
     return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
+
+
+def _is_sure(matches: Sequence[Match]) -> bool:
+    return any(match.grade != "possible" for match in matches)
 
 
 def _is_timeout(group: Group) -> bool:

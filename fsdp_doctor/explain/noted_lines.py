@@ -15,8 +15,11 @@ _ERROR = re.compile(
     r"(?:^\W{0,4}|[:\])|>] )(?:(?:ERROR|Error|error|FATAL|[Ff]atal)(?::| (?:in|while|during|when|at|creating)\b)"
     r"|(?:Failed to|Could not|Unable to) \w)|(?:^|[\s\[|(])(?:ERROR|FATAL|CRITICAL)\b|\bNCCL error\b"
 )
-# Lines of a lower level, frames, and code.
-_OTHER = re.compile(r"(?:^|[\s\[(|])(?:DEBUG|INFO|WARNING)\b|\bFile \"|Traceback|^\s{4}|\b(?:raise|assert|print|if)\b")
+# Lines of a lower level, frames, code, and exceptions.
+_OTHER = re.compile(
+    r"(?:^|[\s\[(|])(?:DEBUG|INFO|WARNING)\b|\bFile \"|Traceback|^\s{4}|\b(?:raise|assert|print|if)\b"
+    r"|\w(?:Error|Exception):"
+)
 _WARNING = re.compile(
     r"torch/distributed/(?:fsdp|_composable|tensor|checkpoint)/\S*\.py:\d+: (?P<text>\w*Warning: .*)", re.DOTALL
 )

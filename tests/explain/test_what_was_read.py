@@ -92,6 +92,13 @@ def test_the_error_line_above_a_cut_traceback_is_quoted(tmp_path: pathlib.Path, 
     assert about in answer
 
 
+@pytest.mark.parametrize("raised", ["KeyError: 'blocks.3.gate.weight'", "RuntimeError: the toy of FSDP is odd"])
+def test_the_error_line_above_an_open_failure_is_quoted(tmp_path: pathlib.Path, raised: str) -> None:
+    lines = [BEGIN, *_frame("/job/train.py", "main", "toy(model)"), raised]
+    assert "An error line above it" in _answer(tmp_path, "FSDP", "ERROR: rank 3 has no shard of this layer", *lines)
+    assert "An error line" not in _answer(tmp_path, "FSDP", *lines, "ERROR: the job ended")
+
+
 def test_a_cut_traceback_without_an_error_line_quotes_none(tmp_path: pathlib.Path) -> None:
     answer = _answer(tmp_path, "INFO: error_rate: 0.1", BEGIN, '  File "/job/train.py", line 145, in main', *_BACKWARD)
     assert "The log ends within a traceback" in answer
