@@ -6,16 +6,16 @@ import functools
 import pathlib
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.explain.around import AroundReader
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading
+from fsdp_doctor.explain.noted_lines import NotedLines
 from fsdp_doctor.explain.places import JobCall, RaisingPlace, find_call, find_package, find_raising_place, is_same_place
 from fsdp_doctor.explain.prose import ProseReader
 from fsdp_doctor.explain.reading import (
@@ -28,7 +28,7 @@ from fsdp_doctor.explain.reading import (
 from fsdp_doctor.explain.stacks import StackReader, describe_stacks, make_waiting
 from fsdp_doctor.explain.symptoms import SymptomReader
 from fsdp_doctor.explain.tables import read_table
-from fsdp_doctor.explain.topics import find_topic
+from fsdp_doctor.explain.topics import write_topic
 from fsdp_doctor.explain.versions import VersionReader
 from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
@@ -81,8 +81,6 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 
-# A command or a function of this program.
-_COMMAND = re.compile(r"fsdp[-_]doctor|py-spy|set_checkpoint_debug_enabled|torch\.no_grad")
 _FOREIGN = _load_kinds("foreign")
 _FSDP_FRAME = re.compile(r"\btorch/distributed/(?:_composable/)?fsdp/")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
@@ -242,6 +240,7 @@ class Explanation:
     under_fsdp: whether the failure or any other part of the logs shows that FSDP is in use.
     foreign: a noun for the cause if it is known and is not FSDP; empty otherwise.
     about: a noun for what failed, if the failure is not about FSDP and its message names it; empty otherwise.
+    noted: sentences that quote lines of a log without a whole exception: an error line, a warning of torch's sharding.
     reading: facts that the logs show about a failure without a certain entry; None if there are none.
     hang: the places of the ranks, if collectives did not end.
     consequences: the number of exceptions that followed from the cause, by the name of the consequence.
@@ -264,6 +263,7 @@ class Explanation:
     under_fsdp: bool = False
     foreign: str = ""
     about: str = ""
+    noted: tuple[str, ...] = ()
     reading: Reading | None = None
     hang: Hang | None = None
     consequences: dict[str, int] = field(default_factory=dict)
@@ -330,7 +330,7 @@ class _Logs:
         self._symptom: Reading | None = None
         self._prose: Reading | None = None
         self._told = ""
-        self._around = AroundReader()
+        self._lines = NotedLines()
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
@@ -351,7 +351,7 @@ class _Logs:
             summaries.read(piece)
             symptoms.read(piece)
             prose.read(piece)
-            self._around.read(piece)
+            self._lines.read(log.name, piece)
             self._watchdog.read(piece)
             self._stacks.read(piece)
             self._clues.read(piece.text)
@@ -419,6 +419,7 @@ class _Logs:
             under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
             foreign=foreign,
             about=_find_first_kind(_UNDECIDED, text) if is_failure and not about_fsdp else "",
+            noted=tuple(self._note(cause, showing, is_open=is_failure and not foreign and not _is_sure(matches))),
             reading=self._read(cause, showing, matches, foreign, about_fsdp=about_fsdp),
             hang=hang,
             consequences=_count_consequences(groups, cause),
@@ -443,19 +444,18 @@ class _Logs:
         about_fsdp: bool,
     ) -> Reading | None:
         """Returns facts about an exception or a symptom; None if the catalogue knows the failure for certain."""
-        around = self._around.end()
         if any(match.grade == "known" for match in matches):
             return None
         if showing == "hang":
-            return read_hang(around)
+            return read_hang(self._told)
         if showing == "consequences":
             return None
         if cause is None:
-            return read_symptom(self._symptom or self._prose, around)
+            return read_symptom(self._symptom or self._prose, self._told)
         versions = {"torch": self._clues.torch, **self._versions.versions}
         if foreign:
             return read_version_clash(cause.first, versions)
-        reading = read_failure(cause.first, versions, self._find_call(cause), self._told, around)
+        reading = read_failure(cause.first, versions, self._find_call(cause), self._told)
         # What a person says of another library's failure may be about anything.
         symptom = self._symptom or (self._prose if about_fsdp and not matches else None)
         if reading is None:
@@ -469,15 +469,30 @@ class _Logs:
             return reading
         return self._add_command(reading, cause.first)
 
+    def _note(self, cause: Group | None, showing: Showing, *, is_open: bool) -> Iterator[str]:
+        """Quotes the error line above an open failure, or above a traceback that was cut off; of a log without an
+        exception, the first error line and the first warning of torch's sharding.
+
+        is_open: whether the failure has neither a sure entry nor a cause other than FSDP.
+        """
+        if not is_open and showing not in ("cut", "nothing"):
+            return
+        above = (cause.first.file, cause.first.line) if cause is not None else ()
+        if error := self._lines.find_error(*above):
+            kind = _find_first_kind(_FOREIGN, error.text)
+            about = f" This line is about {kind}, which is no failure of FSDP's." if kind else ""
+            yield f"An error line {'above it ' if above else ''}{error.quoted}.{about}"
+        if showing == "nothing" and (warning := self._lines.warning):
+            yield f"A warning of torch.distributed {warning.quoted}. Does the job do what it warns of?"
+
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
-        """Adds the command that shows more about the message's topic, if the reading names no command."""
-        topic = find_topic(raised.text)
-        if topic is None or (reading is not None and reading.clash and _COMMAND.search(reading.decide)):
+        """Adds the command that shows more about a word of the message, if the reading shows nothing."""
+        topic = write_topic(raised.text)
+        if not topic or (reading is not None and reading.clash):
             return reading
         if reading is None:
             reading = Reading(clash="", decide="", lines=(f"{raised.file}, line {raised.line}",))
-        clash = reading.clash or f"the message is about {topic.noun}"
-        return replace(reading, clash=clash, decide=f"{reading.decide} {topic.decide}".strip())
+        return replace(reading, decide=f"{reading.decide} {topic}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
         """Finds the line of the job that led to the cause, in its traceback or in an exception that repeats it."""
@@ -553,6 +568,10 @@ class _Logs:
 def _ask_of_hang(question: str) -> str:
     """Returns the question of an entry, or a question about other ranks in place of ``ASK_FOR_PLACE``."""
     return "is another rank in another call, or has it ended?" if question == ASK_FOR_PLACE else question
+
+
+def _is_sure(matches: Sequence[Match]) -> bool:
+    return any(match.grade != "possible" for match in matches)
 
 
 def _is_timeout(group: Group) -> bool:

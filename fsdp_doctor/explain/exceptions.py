@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from fsdp_doctor.explain.log_input import BOX, Line, LogPiece, has_clock, parse_line, parse_time, split_lines
+from fsdp_doctor.explain.log_input import (
+    BOX,
+    SHORT_FRAME,
+    Line,
+    LogPiece,
+    has_clock,
+    parse_line,
+    parse_time,
+    split_lines,
+)
 from fsdp_doctor.known.catalogue import has_signature, list_anchors
 
 # The literal pieces of signatures that are somewhere in what is being read.
@@ -348,7 +357,10 @@ class ExceptionReader:
 
     def _read_below(self, opened: _Open, line: Line) -> bool:
         """Reads a frame below the exception, or the frame's line of code; returns False for any other line."""
-        if (frame := _parse_frame(line.text)) is not None and len(opened.below) < _MAX_FRAMES:
+        frame = _parse_frame(line.text)
+        if frame is None and (short := SHORT_FRAME.match(line.text.strip())):
+            frame = _write_as_python(short)
+        if frame is not None and len(opened.below) < _MAX_FRAMES:
             opened.below.append(_strip_repeated(frame))
             return True
         if not opened.below:

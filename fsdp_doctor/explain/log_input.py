@@ -5,6 +5,7 @@ Only this module and ``log_forms`` handle encodings, colours, line ends, the wid
 
 from __future__ import annotations
 
+import builtins
 import codecs
 import itertools
 import pathlib
@@ -68,6 +69,12 @@ _JOINT = re.compile(r"(?<=\S)[ ]{3,400}(?=\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)|(?<
 _BEGINNING = re.compile(rf"\s\s|Traceback|During handling|The above|```|[-=*]{{4}}|{_LEVEL}\b")
 _DIGIT = re.compile(r"\d")
 _EXCEPTION = re.compile(r"[\w.]{1,80}(?:Error|Exception)\b")
+# An exception of Python itself, whose whole name is not the rest of a broken word.
+_OF_PYTHON = re.compile(rf"(?:{'|'.join(name for name in dir(builtins) if name.endswith('Error'))}):(?: |$)")
+# A frame as people shorten it.
+SHORT_FRAME = re.compile(
+    r"(?P<file>[\w./-]{1,300}\.py):(?P<line>\d{1,9}) (?:in )?(?P<function>[A-Za-z_]\w{0,100})(?: {1,20}->.*)?$"
+)
 # What may stand before every line of a log: the name of a pod, of a container, of a job.
 _LABEL = re.compile(r"\s*(?:(?:\[?[a-z][a-z0-9._/:-]{1,80}\]?|\|)[ ]{1,20}){0,3}")
 # What is the first of a line in a box; and what is the last of a line, and is not within a word.
@@ -295,6 +302,8 @@ def _goes_on(line: str, following: str) -> bool:
         or line[-1:] in _ENDS
         or not following.strip()
     ):
+        return False
+    if _OF_PYTHON.match(following) or (line[-1:] in ".!?:" and SHORT_FRAME.match(following)):
         return False
     is_exception = line[:1].isspace() and _EXCEPTION.match(following)
     return _PREFIX.match(line) is not None or not (is_exception or _BEGINNING.match(following))

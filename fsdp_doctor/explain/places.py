@@ -14,6 +14,11 @@ _FRAMEWORKS = (
     "|skyrl_gym|areal|prime_rl|torchtune|torchtitan|oumi|megatron|lightning|pytorch_lightning|accelerate|transformers"
     "|diffusers|peft|deepspeed|ray|roll|rllm|composer|llmfoundry|fairscale|olmo_core|mbridge"
 )
+# Packages that call what they are given: the code of a command line, of a process, of a data set's examples.
+_WRAPPERS = frozenset({
+    *("fire", "click", "typer", "hydra", "absl", "tyro", "jsonargparse", "simple_parsing", "argbind", "invoke"),
+    *("datasets", "multiprocess", "dill", "joblib", "tqdm", "wrapt", "decorator", "backoff", "tenacity"),
+})  # fmt: skip
 # By the innermost frame that says it. Who raised it, and in which phase of a job.
 _WHO = (
     (r"\bbitsandbytes/", "bitsandbytes"),
@@ -32,7 +37,7 @@ _WHO = (
     (r"\btorch/nn/modules/module\.py.* in load_state_dict", "the module's load_state_dict"),
     (r"/src/(?P<name>(?!torch\b)[a-z]\w+)/[\w/]+\.py", ""),
     (rf"/(?P<name>{_FRAMEWORKS})/(?!site-packages)[\w/]+\.py", ""),
-    (r"-packages/(?!torch/)(?P<name>\w+)/", ""),
+    (rf"-packages/(?!(?:torch|{'|'.join(sorted(_WRAPPERS))})/)(?P<name>\w+)/", ""),
 )
 # Parts of torch that its other parts call: one of these counts if no part of torch called it.
 _WHO_BELOW = (
@@ -55,6 +60,8 @@ _WHEN = (
     (r"in \w*clip_grad\w*|in get_total_norm", "gradient clipping"),
     (r"\btorch/optim/|optim\w*\.py.*in (?:update_)?step|in optimizer_step", "the optimizer's step"),
     (r"in (?:_?save\w*|async_save)|state_dict_saver", "a save"),
+    (r"in (?:preprocess|handle|convert)_\w*state_dict", "a save or a load"),
+    (r"in (?:prepare|_prepare_\w+|fsdp2_prepare_\w+)$", "the preparation of model and optimizer"),
     (r"in \w*(?:load_state_dict|load_checkpoint|restore|resume)\w*|state_dict_loader|in create_\w*load_plan", "a load"),
     (r"in \w*(?:update_weight|sync_weight|send_weight|load_weights)\w*", "a sync of weights to an engine"),
     (r"in \w*(?:state_dict(?!_report)|full_tensor|summon_full_params)\w*", "a gather of the model"),
@@ -66,6 +73,7 @@ _WHEN = (
     (r"in (?:fully_shard|parallelize_module|_init_\w*|__init__|wrap|build\w*)$", "the construction of the model"),
     (r"in forward|in _call_impl", "the forward"),
 )
+_RECOMPUTED = re.compile(r"\btorch/utils/checkpoint\.py.* in (?:recompute_fn|unpack_hook|backward)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 _PACKAGE = re.compile(rf"-packages/(?P<package>\w+)|(?:^|/)(?P<source>torch|{_FRAMEWORKS})/(?=[\w/]+\.py$)")
 _STANDARD = re.compile(r"^<|(?:^|/)(?:lib(?:64)?/)?python\d[\d.]*/(?!site-packages|dist-packages)|/lib/python[\d.]+/")
@@ -111,13 +119,19 @@ def find_who(frames: Sequence[str]) -> str:
             return below
         if who := _match_place(_WHO, frame):
             return who
+        if not find_package(frame):
+            # The packages further out only called this script.
+            return ""
         below = below or _match_place(_WHO_BELOW, frame)
     return below
 
 
 def find_when(frames: Sequence[str]) -> str:
     """Names the phase of the job, by the frames; empty if no frame shows it."""
-    return next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
+    when = next((when for frame in reversed(frames) if (when := _match_place(_WHEN, frame))), "")
+    if when == "the forward" and any(map(_RECOMPUTED.search, frames)):
+        return "the backward, which recomputes a forward"
+    return when
 
 
 def _match_place(table: Sequence[tuple[str, str]], frame: str) -> str:
@@ -189,7 +203,7 @@ def find_call(raised: Raised) -> JobCall | None:
         return None
     for at in range(len(frames) - 1, -1, -1):
         package = find_package(frames[at])
-        if package in (raising, "python"):
+        if package in (raising, "python") or package in _WRAPPERS:
             continue
         match = _FRAME.search(frames[at])
         code = raised.code_of.get(frames[at], "")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.explain.around import find_contrasts
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.log_input import LogPiece
 from fsdp_doctor.explain.mechanisms import Reading
@@ -168,8 +167,7 @@ class ProseReader:
                 if not _shows(observation.shown, sentences[at].text) or _shows(observation.unless, sentences[at].text):
                     continue
                 event = _find_event(sentences, at, observation.events)
-                is_compared = observation.open and any(find_contrasts(text))
-                if event is None and observation.needs_event and not is_compared:
+                if event is None and observation.needs_event:
                     continue
                 return self._make_reading(observation, event, sentences[at], text)
         return None

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fsdp_doctor.explain.around import Around, fill_arguments
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
-from fsdp_doctor.explain.contracts import CallContract, read_contract, write_contrast, write_setting
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
@@ -16,7 +14,6 @@ from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
 
 # Messages that say that the log has the reason elsewhere.
-_LOOKUPS = frozenset({"AttributeError", "KeyError", "IndexError", "NameError", "TypeError", "ImportError"})
 _POINTS_ELSEWHERE = ("above report", "report above", "see above", "the above error")
 
 
@@ -38,25 +35,16 @@ def read_failure(
     versions: Mapping[str, str],
     call: JobCall | None,
     told: str = "",
-    around: Around | None = None,
 ) -> Reading | None:
     """Returns the facts about one exception; None if neither its message nor its frames show a fact.
 
     versions: the versions of packages that the log names.
     call: the line of the job that led to the exception; None if the log does not have it.
     told: the sentences of the log, which may name circumstances.
-    around: text and settings around the exception.
     """
-    around = around or Around(told)
-    contract = read_contract(raised, around)
-    clash, decide, is_vague = _read_clash(raised, versions, call, told, contract)
-    is_of_call = contract is not None and clash == contract.clash
-    when = contract.operation.when if contract is not None and is_of_call else find_when(raised.frames)
-    who = find_who(raised.frames)
-    decide = " ".join(
-        filter(None, (decide, _write_advice(raised), write_setting(raised, around), write_contrast(around)))
-    )
-    decide = fill_arguments(decide, "\n".join((around.text, raised.message)))
+    clash, decide, is_vague = _read_clash(raised, versions, call, told)
+    when, who = find_when(raised.frames), find_who(raised.frames)
+    decide = " ".join(filter(None, (decide, _write_advice(raised))))
     if not (clash or who or when or decide):
         return None
     called = call.where if call is not None else ""
@@ -64,35 +52,20 @@ def read_failure(
     return Reading(clash=clash, decide=decide, who=who, when=when, called=called, lines=(place,), vague=is_vague)
 
 
-def _read_clash(
-    raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str, contract: CallContract | None
-) -> tuple[str, str, bool]:
+def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str) -> tuple[str, str, bool]:
     """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
 
-    A mechanism that the message shows comes first, then the contract of the call that failed, and then the form of the
-    traceback. Only a contract with ``comes_first`` comes before the mechanism.
+    A mechanism that the message shows comes first, and then the form of the traceback.
     """
     if raised.cut:
-        return (contract.clash, contract.decide, False) if contract is not None else ("", "", True)
+        return "", "", True
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
         return *found, False
-    if contract is not None and contract.comes_first:
-        return contract.clash, contract.decide, False
-    mechanism_found = _read_mechanism(raised, text, told)
-    if mechanism_found is not None and not mechanism_found[2]:
-        return mechanism_found
-    # A failed lookup says more than a circumstance.
-    is_lookup = raised.type in _LOOKUPS
-    if contract is not None and (contract.is_shown or (contract.is_doubtful and not is_lookup)):
-        return contract.clash, contract.decide, False
-    if mechanism_found is not None:
+    if mechanism_found := _read_mechanism(raised, text, told):
         return mechanism_found
     if found := read_refusal(raised, call):
         return *found, any(words in raised.text for words in _POINTS_ELSEWHERE)
-    # If the log shows nothing else, the needs of the call are listed as questions.
-    if contract is not None and not raised.message:
-        return contract.clash, contract.decide, True
     return "", "", True
 
 
@@ -127,8 +100,9 @@ def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
 
 
 def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
-    """Returns whether the traceback goes through the place that a mechanism belongs to."""
-    return mechanism.place is None or any(mechanism.place.search(frame) for frame in raised.frames)
+    """Returns whether the traceback shows the place and the line of code that a mechanism belongs to."""
+    places = mechanism.place is None or any(map(mechanism.place.search, raised.frames))
+    return places and (mechanism.code is None or any(map(mechanism.code.search, raised.code_of.values())))
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
@@ -150,24 +124,23 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
     return Reading(clash=found[0], decide=found[1], who=find_who(raised.frames), lines=(place,))
 
 
-def read_symptom(symptom: Reading | None, around: Around) -> Reading | None:
-    """Adds to a symptom the causes that the log suggests, and the log's sentences on where the job does not fail."""
+def read_symptom(symptom: Reading | None, told: str) -> Reading | None:
+    """Adds to a symptom the causes that circumstances of the log suggest."""
     if symptom is None:
         return None
-    names, causes = find_causes(around.text, symptom.subjects)
+    names, causes = find_causes(told, symptom.subjects)
     named = f" (the log names: {', '.join(names)})" if names else ""
-    decide = " ".join(filter(None, (join_causes(causes), symptom.decide, write_contrast(around))))
-    return replace(symptom, clash=f"{symptom.clash}{named}", decide=fill_arguments(decide, around.text))
+    decide = " ".join(filter(None, (join_causes(causes), symptom.decide)))
+    return replace(symptom, clash=f"{symptom.clash}{named}", decide=decide)
 
 
-def read_hang(around: Around) -> Reading | None:
+def read_hang(told: str) -> Reading | None:
     """Returns the causes of a hang that the log's circumstances suggest; None if the log names no circumstance."""
-    names, causes = find_causes(around.text, ("hang",))
+    names, causes = find_causes(told, ("hang",))
     if not names:
         return None
-    decide = " ".join(filter(None, (join_causes(causes), write_contrast(around))))
     return Reading(
         clash=f"ranks that are not in the same collective (the log names: {', '.join(names)})",
-        decide=decide,
+        decide=join_causes(causes),
         lines=("the text around the messages",),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_doctor.explain.devices import DeviceReader
-from fsdp_doctor.explain.figures import CHANGE_WORDS, FIGURE_WORDS, FigureReader
+from fsdp_doctor.explain.figures import CHANGE_WORDS, FIGURE_WORDS, FigureReader, TableReader
 from fsdp_doctor.explain.keys import compare_keys, find_keys
 from fsdp_doctor.explain.log_input import LogPiece, parse_line
 from fsdp_doctor.explain.mechanisms import Reading, apply_mechanism, read_mechanisms
@@ -69,12 +69,16 @@ class SymptomReader:
         self.found: Reading | None = None
         self.told: Reading | None = None
         self._figures = FigureReader()
+        self._table = TableReader()
         self._saves = SaveReader()
         self._values = ValueReader()
         self._devices = DeviceReader()
         self._keys: tuple[list[str], int] | None = None
 
     def read(self, piece: LogPiece) -> None:
+        if self.found is None:
+            for number, raw in zip(piece.numbers, piece.lines, strict=True):
+                self._find(self._table.read(number, raw))
         # Few of them are in a piece, and each is looked for in every line.
         hints = [hint for hint in _HINTS if self.found is None and hint in piece.text]
         if not hints:

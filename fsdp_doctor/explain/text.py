@@ -86,6 +86,7 @@ def render_json(explanation: Explanation) -> str:
         "reading": dataclasses.asdict(explanation.reading) if explanation.reading is not None else None,
         "ours": explanation.about_fsdp,
         "foreign": explanation.foreign,
+        "noted": list(explanation.noted),
         "about": explanation.about,
         "hang": _convert_hang_to_dict(hang) if hang is not None else None,
         "consequences": explanation.consequences,
@@ -186,7 +187,7 @@ def _render_heading(explanation: Explanation) -> list[str]:
                 *_write_decision(symptom),
             ]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
-        if explanation.killed_for_memory and summary is None:
+        if (explanation.killed_for_memory or explanation.noted) and summary is None:
             sentence = "There is no exception in the log."
         if explanation.dumps:
             sentence = (
@@ -242,6 +243,7 @@ def _render_notes(explanation: Explanation) -> list[str]:
             lines += [asked, *_WAYS]
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
         lines += _render_host_memory_hint(explanation)
+    lines += explanation.noted
     lines += [_describe_other(other, explanation.cause) for other in explanation.others[:_MAX_OTHERS]]
     if (more := max(0, len(explanation.others) - _MAX_OTHERS) + explanation.dropped) > 0:
         lines.append(f"and {more} more exceptions")

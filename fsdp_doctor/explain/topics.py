@@ -1,25 +1,33 @@
-"""Finds the topic of a message about FSDP that shows no mechanism, and the command that shows more."""
+"""Finds the command that shows more about a word in a message of FSDP, if the message shows no mechanism."""
 
 from __future__ import annotations
 
 import functools
+import re
 
 import msgspec
 
-from fsdp_doctor.explain.tables import read_table, shows_any
+from fsdp_doctor.explain.tables import compile_pattern, read_table
+
+# A name of a file, which may have any words.
+_FILE = re.compile(r"\S*\w/\w\S*|\w+\.py\b\S*")
 
 
 class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A subject of a message. ``topics.toml`` explains the fields."""
+    """Words of a message, and the command that shows more. ``topics.toml`` explains the fields."""
 
-    noun: str
     shown: tuple[str, ...]
     decide: str
 
 
-def find_topic(text: str) -> Topic | None:
-    """Returns the first topic that the text names; None if it names none."""
-    return next((topic for topic in _read_topics() if shows_any(topic.shown, text)), None)
+def write_topic(text: str) -> str:
+    """Writes the word of the first topic that the text names, and what decides; empty if it names none."""
+    words = _FILE.sub(" ", text)
+    for topic in _read_topics():
+        for pattern in topic.shown:
+            if match := compile_pattern(pattern).search(words):
+                return f'The message has the word "{match[0]}". {topic.decide}'
+    return ""
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 from support.written_logs import explained
 
 from fsdp_doctor.explain.circumstances import find_causes, read_circumstances
-from fsdp_doctor.explain.mechanisms import Reading
+from fsdp_doctor.explain.mechanisms import Reading, read_mechanisms
 from fsdp_doctor.explain.prose import _expand, _read_tables, is_prose
 from fsdp_doctor.explain.tables import compile_pattern
 
@@ -134,7 +134,7 @@ def test_every_pattern_of_the_tables_compiles_and_names_what_exists() -> None:
         assert {*observation.events, *observation.decide_after} <= events
         assert {*observation.causes} <= {*events, "any"}
         assert all(compile_pattern(_expand(pattern)) for pattern in observation.shown)
-    mechanisms = {"shape", "meta", "operands", "recompute", "wrap", "inputs", "hook", "freed", "left_on_cpu"}
+    mechanisms = {subject for mechanism in read_mechanisms() for subject in mechanism.subjects}
     for circumstance in read_circumstances():
         assert {*circumstance.means} <= {*events, *names, *mechanisms}, circumstance.name
         assert all(re.compile(pattern) for pattern in circumstance.shown)

@@ -185,7 +185,7 @@ def test_a_name_of_fsdp1_on_an_fsdp2_module_clashes_no_versions(tmp_path: pathli
 @pytest.mark.parametrize(
     ("raised", "words"),
     [
-        ("ValueError: fully_shard doesn't support scalar parameters. Change scale.", "the wrap by fully_shard needs"),
+        ("ValueError: fully_shard doesn't support scalar parameters. Change scale.", "`fully_shard` refuses the call"),
         ("ValueError: loaded state dict has a different number of parameter groups", "parameter groups"),
         ("RuntimeError: .numpy() is not supported for tensor subclasses.", "none of its own"),
         ("NotImplementedError: Operator aten.unfold_copy.default does not have a sharding strategy registered.",
