@@ -74,7 +74,7 @@ class CaseRunner:
         return CaseRun(steps, self._side_effects), steps
 
     def save(self, case: Case) -> Record:
-        """Saves the checkpoint for a case in other processes. Every rank must call it with the same case."""
+        """Saves the checkpoint that a case in other processes loads. Every rank must call it with the same case."""
         record = Record(case_id=case.id, stage="checkpoint")
         self._report(record)
         try:

@@ -160,7 +160,10 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
 
 
 def read_contents(model: nn.Module) -> ModelContents:
-    """Reads the contents of a sharded model. Experts that are hidden from FSDP are placed as parts of all experts."""
+    """Reads the contents of a sharded model.
+
+    Each group's experts that are hidden from FSDP are described as a part of the tensor of all experts.
+    """
     return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
 
 

@@ -51,7 +51,7 @@ class TroubleRemedy(Enum):
     OTHER_FORM = "save the file in a form that is read, or remove it if nothing needs it, and run this command again"
     WAIT = "run this command again when nothing writes to the file"
     NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"
-    ITS_TOOL = "run the tool that is named, and pass its output"
+    ITS_TOOL = "run the tool that is named, and give its output to this command"
 
 
 class Kind(NamedTuple):

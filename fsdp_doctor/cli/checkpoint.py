@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
-CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or usage."
+CONVERT_EXIT_CODES = (
+    "Exit codes: 0 written; 1 the checkpoint is damaged; 2 the checkpoint cannot be judged, or a usage error."
+)
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
 _DTYPE: Any = typer.Option(
@@ -52,7 +54,8 @@ _PART: Any = typer.Option(
     help="Part of the checkpoint that is the model: the keys that lead to it, or only the last key, for example ema.",
 )
 VERIFY_EXIT_CODES = (
-    "Exit codes: 0 sound; 1 damaged; 2 the checkpoint cannot be judged, or usage; 4 the output cannot be written."
+    "Exit codes: 0 sound; 1 damaged; 2 the checkpoint cannot be judged, or a usage error; 4 the output cannot be "
+    "written."
 )
 
 

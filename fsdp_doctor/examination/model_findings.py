@@ -518,8 +518,8 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             names=names,
             remedy="optimizer.zero_grad() before the offload"
             + (
-                "; with use_orig_params=True it leaves the flat gradients, for which module._handle.flat_param.grad = "
-                "None of each FSDP module."
+                "; with use_orig_params=True it leaves the flat gradients: also set module._handle.flat_param.grad = "
+                "None for each FSDP module."
                 if any(unit.keeps_originals for unit in contents.fsdp1_units)
                 else "."
             ),

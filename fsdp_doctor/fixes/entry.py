@@ -93,7 +93,7 @@ FIXES: tuple[FrameworkFix, ...] = (
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
         "the adapters are in them; an adapter that is sent by itself is on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
+        "each bucket has half the size of the largest tensor; casting or merging offloaded weights takes 24 MiB more",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
     ),
@@ -106,9 +106,9 @@ FIXES: tuple[FrameworkFix, ...] = (
         sources={"30802c73cfcc5ba2d16c8e1936713bdb47cdc12d78abe0884d7e4f2ff293e8c3": "0.9.0 and 0.9.1"},
         mends=("FD093", "FD234"),
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
-        promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
-        "adapters in them, as verl sends them; an adapter that is sent by itself is on the CPU, in its own dtype; "
-        "buckets of half the largest tensor, and 24 MiB more if offloaded weights are cast or merged",
+        promises="the weights under the names of the Hub, as verl sends them: in their own dtype or, with merge: true, "
+        "in bfloat16 and with the adapters merged; an adapter that is sent by itself is on the CPU, in its own dtype; "
+        "each bucket has half the size of the largest tensor; casting or merging offloaded weights takes 24 MiB more",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),
@@ -197,7 +197,7 @@ FIXES: tuple[FrameworkFix, ...] = (
             "trl:fsdp2/none/lora/sync_weights.merged",
         ),
         promises="each parameter once under the name that vLLM expects, in its own dtype, with the adapters in it and "
-        "the model unchanged; buckets of half the largest tensor",
+        "the model unchanged; each bucket has half the size of the largest tensor",
         leaves="models that are not under FSDP, adapters of other kinds than LoRA",
         replacement="fsdp_doctor.fixes.on_trl:iterate_full_tensors",
     ),

@@ -531,7 +531,8 @@ class CheckpointFit(AxisValue):
     def must_load(self) -> bool:
         """True if a load of the checkpoint has to succeed, because it has the model's names, shapes and dtypes.
 
-        A checkpoint of another number of ranks need not load, because files with one rank each cannot be resharded.
+        A checkpoint of another number of ranks need not load, because methods with one file for each rank cannot
+        reshard it.
         """
         match self:
             case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:

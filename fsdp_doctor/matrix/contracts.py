@@ -141,7 +141,7 @@ def promises(**words: Unpack[Promises]) -> Callable[[_Function], _Function]:
 
     Without a declaration, ``--method module:function`` is expected to extract full tensors on the compute device, in
     the parameters' own dtype, under every name of the state dict, on every rank. A loader needs ``direction="in"``.
-    Raises TypeError for an unknown name, ValueError for an unknown word.
+    Raises TypeError for an unknown argument, ValueError for an unknown value.
     """
     for name, value in words.items():
         if name not in _WORDS:

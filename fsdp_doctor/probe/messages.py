@@ -57,7 +57,7 @@ class EndRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorker:
-    """Order to end the worker in the middle of a case or a start.
+    """Order to end the worker while it runs a case or is still starting.
 
     why, detail: the reason, for the worker's report.
     """

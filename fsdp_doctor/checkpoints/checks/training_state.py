@@ -225,7 +225,7 @@ def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     """Finds step counts of the optimizer, the scheduler and the training loop that contradict each other.
 
     Trainer steps all three together, except that a gradient scaler may skip steps of the optimizer. In other loops a
-    scheduler may count epochs or processes, and the loop may count batches.
+    scheduler may step once per epoch, or once per step for every process, and the loop may count batches.
     """
     by_place: dict[str, list[State]] = defaultdict(list)
     for state in evidence.checkpoint.states:

@@ -175,7 +175,7 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Returns whether an id names a framework's case; other ids have a colon only in a user's ``module:function``."""
+    """Returns whether an id names a framework's case, whose first part has a colon, such as ``trl:fsdp1``."""
     return ":" in text.partition("/")[0]
 
 

@@ -216,7 +216,10 @@ def _locate(
 
 
 def _find_rows(left: _Weights, one: SavedTensor, right: _Weights, two: SavedTensor) -> tuple[int, int] | None:
-    """Returns the range from the first row that differs to the last; None if no whole row is known to differ."""
+    """Returns the range from the first row that differs to the last; None if no row is known to differ.
+
+    Rows that are divided between several pieces are not compared.
+    """
     sums = _sum_rows(left, one), _sum_rows(right, two)
     wrong = [at for at, (a, b) in enumerate(zip(*sums, strict=True)) if a != b]
     return (wrong[0], wrong[-1] + 1) if wrong else None

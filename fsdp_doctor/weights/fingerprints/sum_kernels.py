@@ -30,8 +30,9 @@ from fsdp_doctor.weights.fingerprints.keyed_sum import (
 class ProgramShape:
     """Size of the work of one program.
 
-    A program sums ``columns`` columns and ``rows`` rows of a run of words, or tiles with at most ``rows`` rows in
-    total. The sizes are small so that many programs fit on a multiprocessor: while one program multiplies, others read.
+    A program sums a block of ``rows`` rows and ``columns`` columns of a run of words, or several tiles that have at
+    most ``rows`` rows in total. The sizes are small so that many programs fit on a multiprocessor: while one program
+    multiplies, others read.
     """
 
     columns: int = 512

@@ -124,8 +124,8 @@ class TensorTransfer(ABC):
         """Runs further collectives on the gathering stream, after the bucket's all-gathers."""
 
     def list_staged(self) -> Sequence[torch.Tensor]:
-        """Returns the device memory in which :meth:`list_own_shards` yields shards; shards in other memory are
-        copies.
+        """Lists the device tensors that hold the shards of :meth:`list_own_shards`; a shard outside of them is a
+        copy.
         """
         return [gather.input for gather in self.list_gathers()]
 
