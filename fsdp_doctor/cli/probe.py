@@ -67,7 +67,7 @@ class LimitOptions:
     grace: Annotated[
         float | None,
         _declare_seconds(
-            help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 2 if they idle]"
+            help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 1 if they idle]"
         ),
     ] = None
     host_memory: Annotated[int | None, declare_size(help="Host memory that one worker may use, for example 8GiB.")] = (

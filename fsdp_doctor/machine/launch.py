@@ -29,8 +29,9 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = "FSDP_DOCTOR_GROUP"
 # The most groups of ranks that run side by side. With more groups, they would wait for one another's kernels.
 _MOST_GROUPS = 4
-# A rank waits for the other ranks, and its supervisor for the rank, about half of the time.
-_RANKS_OF_A_PROCESSOR = 2
+# A rank waits for the other ranks, and its supervisor for the rank, about half of the time; and a group of which a rank
+# has failed waits until the others have ended.
+_RANKS_OF_A_PROCESSOR = 3
 _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 # With fewer cases, the start of a group of ranks takes longer than the group saves.
 _CASES_OF_A_GROUP = 50

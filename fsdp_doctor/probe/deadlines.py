@@ -18,7 +18,7 @@ _LEAST, _MOST = 5.0, 30.0
 _TIMES_THE_LONGEST = 4.0
 _IDLE_POLL = 0.25
 # Seconds that the other ranks have to end by themselves once one rank is in trouble; fewer if they are idle.
-_GRACE, _IDLE_GRACE = 5.0, 2.0
+_GRACE, _IDLE_GRACE = 5.0, 1.0
 # If more time than this passes between two looks, the machine delayed the second look, not a worker.
 _LATE_SECONDS = 1.0
 
@@ -30,7 +30,7 @@ class Limits:
     start: seconds without progress while workers start, a model is built, or fsdp-doctor itself works on the model;
         these stages take longer with a larger model.
     stage: seconds without progress in any other stage; None derives the limit from the durations of this run's stages.
-    grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None means 5, or 2 if
+    grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None means 5, or 1 if
         they are idle.
     host_bytes: the most resident memory of one worker; None for no limit.
     """

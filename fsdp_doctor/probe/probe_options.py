@@ -23,7 +23,7 @@ class ProbeOptions:
     timeout: seconds without progress in a stage of a case; None derives the limit from the durations of the run's
         stages.
     start_timeout: seconds for starting workers and building a model.
-    grace: seconds that the other ranks have once one rank is in trouble; None means 5, or 2 if they are idle.
+    grace: seconds that the other ranks have once one rank is in trouble; None means 5, or 1 if they are idle.
     host_memory: the most bytes of host memory that a worker may hold; None for no limit.
     saved_by: the number of ranks that save a checkpoint for a load on another number of ranks; None for one more or one
         less than this run's number.
