@@ -189,9 +189,10 @@ def _name_local_class(parameter: torch.Tensor) -> str:
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
     for unit in contents.fsdp1_units:
-        # While the unit is unsharded, its flat parameter is another tensor, in the dtype of the computation.
+        # While the unit is unsharded, its flat parameter is another tensor, in the dtype of the computation; with one
+        # rank in the shard group it has the shape of the shard.
         flat, shard = unit.flat_parameter, unit.shard
-        yield flat if flat.shape == shard.shape else shard
+        yield flat if (flat.shape, flat.dtype) == (shard.shape, shard.dtype) else shard
     yield from (parameter.tensor for parameter in contents.parameters)
 
 

@@ -187,6 +187,25 @@ def test_the_failures_of_one_rank_of_fsdp1_are_expected_with_every_offload(tmp_p
     assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.method == "full_tensors")
 
 
+def test_the_failures_of_one_rank_after_a_raised_step_are_expected(tmp_path: pathlib.Path) -> None:
+    """Its flat parameter then has the dtype of the computation and the shape of the shard."""
+    scenarios = ("--strategy", "fsdp1", "--offload", "none", "--staging", "unstaged")
+    phases = ("--phase", "after-raised-forward,after-raised-backward")
+    done = probe(tmp_path, "--nproc", "1", *scenarios, *phases, "--fix", device="emulated")
+    assert done.code == 0, done.stderr
+    assert done.kind("after-raised-backward/full_tensors") == "ok"
+
+
+def test_a_shard_that_one_rank_offloads_in_a_raised_step_is_lost(tmp_path: pathlib.Path) -> None:
+    """The offload takes the copy in bfloat16, with which the unit computes, for the shard."""
+    scenarios = ("--strategy", "fsdp1,fsdp1-orig", "--offload", "param", "--staging", "unstaged")
+    methods = ("--phase", "after-raised-forward", "--fix", "--method", "state_dict,full_tensors,save_full_tensors")
+    done = probe(tmp_path, "--nproc", "1", *scenarios, *methods, device="emulated")
+    assert done.report is not None
+    ours = [result.verdict.reason for result in done.report.results if "full_tensors" in result.case.method]
+    assert [("the shard is lost" in reason) for reason in ours] == [True] * 4, ours
+
+
 def test_three_ranks_whose_shards_are_uneven_are_expected_to_hang(tmp_path: pathlib.Path) -> None:
     words = ("--nproc", "3", "--timeout", "6", "--case", "fsdp2/none/unstaged/from_local")
     done = probe(tmp_path, *words, "--case", "fsdp2/none/unstaged/dcp", device="emulated")

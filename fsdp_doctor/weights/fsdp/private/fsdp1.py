@@ -73,33 +73,31 @@ class Fsdp1Unit:
         """Pair (shards, parts): the tensors that hold this rank's shard now, and each original parameter's part of it,
         or None.
 
-        A verification uses all of them, because it must not assume which attribute torch reads. Private:
-        ``FlatParameter.data`` if it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded
-        ``_params``.
+        A verification uses all of them, because it must not assume which attribute torch reads. Private: with
+        ``use_orig_params`` the sharded ``FlatParameter._params``.
         """
         flat_param = self.flat_parameter
-        data = flat_param.detach()
-        local = getattr(flat_param, "_local_shard", data).detach()
-        shards = [data, local] if data.shape == local.shape else [local]
         parts: list[torch.Tensor | None] = []
         for original, info in zip(
             get(flat_param, "_params") or (), get(flat_param, "_shard_param_infos"), strict=False
         ):
             is_part = info.in_shard and original.numel() == info.numel_in_shard
             parts.append(original.detach().reshape(-1) if is_part else None)
-        return shards, parts
+        return self.memories, parts
 
     @property
     def has_lost_shard(self) -> bool:
         """True if the shard is lost: its memory has another length than the unit's shards
-        (``FlatParameter._sharded_size``).
+        (``FlatParameter._sharded_size``) or, in a shard group of one and within a step, another dtype than the
+        parameters (``FlatParamHandle._orig_param_dtype``).
 
         A manual offload stores the flat parameter as the local shard. If the unit is unsharded at that time, the whole
-        flat parameter takes the shard's place.
+        flat parameter takes the shard's place; in a shard group of one, the cast copy with which the unit computes.
         """
         shard = self.shard
-        is_short = shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
-        return self.is_sharded and not shard.is_meta and is_short
+        if not self.is_sharded:
+            return self.open_step is not None and shard.dtype != get(self._handle, "_orig_param_dtype")
+        return not shard.is_meta and shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
 
     @property
     def is_recast(self) -> bool:
@@ -218,12 +216,13 @@ class Fsdp1Unit:
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
-        The steps are those of ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
+        A unit in a shard group of one has nothing to free, but may show the copy with which it computes. The steps are
+        those of ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
         ``_prefetched``, which marks the parameters as already gathered.
         """
         handle = self._handle
-        if self.is_unsharded:
-            get(handle, "reshard")(True)
+        if self.is_unsharded or _shows_low_precision(self.flat_parameter):
+            get(handle, "reshard")(self.is_sharded)
             get(handle, "post_reshard")()
             handle._prefetched = False
 
@@ -387,10 +386,16 @@ def _find_sharded_flat(handle: Any) -> torch.Tensor:
     local: torch.Tensor | None = getattr(flat_param, "_local_shard", None)
     if local is None:
         return data
-    # A unit in a shard group of one computes with `_mp_shard`, which is as long as the shard.
+    return local.detach() if data.shape != local.shape or _shows_low_precision(flat_param) else data
+
+
+def _shows_low_precision(flat_param: nn.Parameter) -> bool:
+    """Returns whether the data of a flat parameter is the cast copy of the shard, ``_mp_shard``.
+
+    A unit in a shard group of one computes with this copy, which is as long as the shard.
+    """
     low_precision = getattr(flat_param, "_mp_shard", None)
-    is_unsharded = data.shape != local.shape or (low_precision is not None and _is_same_memory(data, low_precision))
-    return local.detach() if is_unsharded else data
+    return low_precision is not None and _is_same_memory(flat_param.detach(), low_precision)
 
 
 def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
