@@ -29,7 +29,7 @@ _Present: TypeAlias = Callable[[], list[str]]
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
-_RAY_BEGIN = re.compile(r"RayTaskError(?:\(\w{1,200}\))?: .{0,400}\bray::")
+_RAY_BEGIN = re.compile(r"RayTaskError(?:\((?P<inner>\w{1,200})\))?: .{0,400}\bray::")
 _HANDLING = "During handling of the above exception"
 # Errors that no handler recovers from: what fails while one is handled failed because of it.
 _FATAL_ERROR = re.compile(r"OutOfMemoryError|out of memory|CUDA error|device-side assert|No space left on device")
@@ -96,6 +96,9 @@ _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 # FSDP1's assertions print the message alone, behind the stack of the call, whose last frames are torch's own.
 _ASSERTED = re.compile(r"Expects? [`\w]|Non-root FSDP instance|Asserting FSDP instance")
 _RAISES = re.compile(r"raise\s+\S|assert\b")
+# The statement at the end of a traceback that lost its exception, and the texts in it.
+_RAISE_OF = re.compile(r"(?:^|\s)raise (?:\w{1,80}\.){0,8}(?P<type>\w{1,200})\b(?P<arguments>.{0,400})")
+_TEXT = re.compile(r"""(?P<quote>["'])(?P<text>.{0,400}?)(?P=quote)""")
 # Files of torch, installed or as source, of Python itself, and names that are no file.
 _TORCH_OR_PYTHON = re.compile(
     r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
@@ -170,6 +173,7 @@ class _Open:
     box: the lines inside the box that rich draws around a traceback.
     fatal: whether this is the stack that the interpreter prints for a fatal error, innermost frame first.
     code_of: maps frames to their lines of code.
+    remote: the type of exception that the header names; empty if it names none.
     """
 
     began: Line
@@ -184,6 +188,7 @@ class _Open:
     fatal: bool = False
     below: list[str] = field(default_factory=list)
     code_of: dict[str, str] = field(default_factory=dict)
+    remote: str = ""
 
     def end_box(self) -> None:
         for frame, code in _list_frames_in_box(self.box):
@@ -279,13 +284,13 @@ class ExceptionReader:
             self._read_boxed(line)
         elif _BEGIN in line.text:
             self._begin(line)
-        elif "RayTaskError" in line.text and _RAY_BEGIN.search(line.text):
+        elif "RayTaskError" in line.text and (ray := _RAY_BEGIN.search(line.text)):
             # The traceback before it belongs to the driver, and goes on with this one.
             if opened is not None and opened.raised is None:
                 del self._open[line.source]
             self._close(line.source)
             self._chained.add(line.source)
-            self._open[line.source] = _Open(line, self._find_time(line))
+            self._open[line.source] = _Open(line, self._find_time(line), remote=ray["inner"] or "")
         elif stripped.startswith(_CHAINED):
             self._close(line.source)
             if _HANDLING not in line.text:
@@ -476,7 +481,11 @@ class ExceptionReader:
             return
         opened.end_box()
         raised = opened.raised
-        if raised is None and opened.frames:
+        if raised is None and opened.frames and (statement := _find_raise(opened)):
+            raised = self._make_raised(opened.began, opened.frames, opened.remote, _read_texts(statement["arguments"]))
+            source = statement[0].strip()
+            raised.script = _find_raising_file(opened.frames[-1], source, raised.message)
+        elif raised is None and opened.frames:
             cut = "a traceback that was cut off before its exception"
             raised = self._make_raised(opened.began, opened.frames, message=cut)
             raised.cut = True
@@ -514,6 +523,17 @@ class ExceptionReader:
         if (of_line := parse_time(line.raw)) is not None:
             self._times[line.source] = of_line
         return self._times.get(line.source)
+
+
+def _find_raise(opened: _Open) -> re.Match[str] | None:
+    """Finds the statement that raised the exception that the header names, at the end of a traceback without it."""
+    statement = _RAISE_OF.search(opened.code_of.get(opened.frames[-1], ""))
+    return statement if statement is not None and statement["type"] == opened.remote else None
+
+
+def _read_texts(arguments: str) -> str:
+    """Joins the literal texts in the arguments of an exception."""
+    return "".join(match["text"] for match in _TEXT.finditer(arguments))
 
 
 def _order_frames(frames: list[str]) -> list[str]:

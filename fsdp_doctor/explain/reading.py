@@ -9,6 +9,7 @@ from dataclasses import replace
 from fsdp_doctor.explain.circumstances import find_causes, join_causes
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.keys import read_load_keys
+from fsdp_doctor.explain.loaded_sizes import read_loaded_sizes
 from fsdp_doctor.explain.mechanisms import Mechanism, Reading, apply_mechanism, read_mechanisms
 from fsdp_doctor.explain.places import JobCall, find_when, find_who, shorten
 from fsdp_doctor.explain.refusals import read_refusal, read_versions
@@ -61,6 +62,9 @@ def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | Non
         return "", "", True
     text = " ".join((*raised.text.split(), raised.asserted))
     if found := read_versions(raised, versions) or read_load_keys(text):
+        return *found, False
+    shown = "\n".join((*raised.frames, *raised.code_of.values()))
+    if found := read_loaded_sizes(text, told, shown):
         return *found, False
     if mechanism_found := _read_mechanism(raised, text, told):
         return mechanism_found

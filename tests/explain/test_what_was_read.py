@@ -251,3 +251,97 @@ def test_a_lacking_name_asks_for_the_tie_that_the_log_names(tmp_path: pathlib.Pa
     assert "`tie_word_embeddings` says which" in _answer(
         tmp_path, f"Under FSDP it fails. {told}", "KeyError: 'head.weight'"
     )
+
+
+def _refuse(loaded: str, own: str) -> str:
+    return f"AssertionError: Attempted to load weight (torch.Size([{loaded}])) into parameter (torch.Size([{own}]))"
+
+
+@pytest.mark.parametrize(
+    ("told", "loaded", "own", "words"),
+    [
+        ("A script of EasyR1 joins the files of 12 ranks.", "516", "512", "12 shards of 43 rows are 516 rows"),
+        ("The export of prime-rl has joined the weights on the host.", "100, 6", "94, 6", "for 10, 20, 25, ... shards"),
+        ("The export of prime-rl has joined the weights on the host.", "32, 6", "128, 6", "4 times 32 are 128"),
+        ("The trainer of AReaL writes what it has on the first rank.", "128, 6", "32, 6", "4 ranks of tensor"),
+        ("The trainer of AReaL writes what it has on the first rank.", "0", "32, 6", "the loaded weight is empty"),
+        ("The trainer of AReaL writes what it has on the first rank.", "192", "32, 6", "(it is flat)"),
+        ("The trainer of AReaL writes what it has on the first rank.", "96, 1", "32, 6", "two 4-bit values in a byte"),
+        ("The trainer of AReaL writes what it has on the first rank.", "7, 3", "32, 6", "Which weight is it"),
+    ],
+)  # fmt: skip
+def test_refused_sizes_of_a_weight_are_compared(
+    tmp_path: pathlib.Path, told: str, loaded: str, own: str, words: str
+) -> None:
+    answer = " ".join(_answer(tmp_path, told, _refuse(loaded, own)).split())
+    assert f"the loaded weight has [{loaded}], and the parameter has [{own}]" in answer
+    assert words in answer
+    assert "first load" not in answer
+
+
+@pytest.mark.parametrize(("package", "function"), [("areal", "update_weights_from_tensor"), ("roll", "refit_engine")])
+def test_another_layout_needs_a_load_into_a_running_engine(tmp_path: pathlib.Path, package: str, function: str) -> None:
+    for caller, is_later in ((function, True), ("build_engine", False)):
+        frames = _frame(f"{_SITE}/{package}/engine.py", caller, "model.load_weights(weights)")
+        answer = _answer(tmp_path, BEGIN, *frames, _refuse("64, 128", "8, 4, 16"))
+        assert ("another layout than at its first load" in " ".join(answer.split())) == is_later
+
+
+@pytest.mark.parametrize(
+    ("header", "code", "raised"),
+    [
+        ("(driver pid=8) ray.exceptions.RayTaskError(LookupError): ray::Toy.sample() (pid=9)",
+         ['raise LookupError(f"no prompt of {name}")'], "LookupError: no prompt of {name}"),
+        ("ray.exceptions.RayTaskError(ShardError): ray::Actor.save() (pid=9, ip=10.0.0.9)",
+         ["raise errors.ShardError(", '    "the shard is "', "    'odd')"], "ShardError: the shard is odd"),
+        ("ray.exceptions.RayTaskError(ShardError): ray::Actor.save() (pid=9, ip=10.0.0.9)",
+         ["raise ShardError(message)"], "ShardError"),
+    ],
+)  # fmt: skip
+def test_a_header_and_a_raise_give_the_exception(
+    tmp_path: pathlib.Path, header: str, code: list[str], raised: str
+) -> None:
+    prefix = header[: header.index("ray.")]
+    frames = ['  File "/opt/openrlhf/toy.py", line 7, in sample', *(f"    {line}" for line in code)]
+    explanation = explained(tmp_path, header, *(prefix + line for line in frames))
+    assert explanation.showing == "failure"
+    assert cause_of(explanation).text == raised
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('odd')", "self.save(model)"])
+def test_a_cut_traceback_of_another_exception_stays_cut(tmp_path: pathlib.Path, code: str) -> None:
+    header = "ray.exceptions.RayTaskError(ShardError): ray::Actor.save() (pid=9)"
+    assert explained(tmp_path, header, *_frame("/opt/openrlhf/toy.py", "save", code)).showing == "cut"
+
+
+@pytest.mark.parametrize(
+    ("raised", "name", "operator"),
+    [
+        ("NotImplementedError: Int3Tensor dispatch: attempting to run aten.split.Tensor, unimplemented",
+         "Int3Tensor", "aten.split"),
+        ("NotImplementedError: Toy4Tensor dispatch: attempting to run unimplemented operator/function: "
+         "func=<OpOverload(op='aten.new_zeros', overload='default')>, types=(<class 'toy.Toy4Tensor'>,)",
+         "Toy4Tensor", "aten.new_zeros"),
+        ("TypeError: no implementation found for 'torch.ops.aten.as_strided.default' on types that implement "
+         "__torch_dispatch__: [<class 'quant.core.PackedTensor'>]", "PackedTensor", "aten.as_strided"),
+        ("TypeError: Multiple dispatch failed for 'torch.ops.aten.slice.Tensor'; all __torch_dispatch__ handlers "
+         "returned NotImplemented: - tensor subclass <class 'quant.core.PackedTensor'>", "PackedTensor", "aten.slice"),
+        ("NotImplementedError: RowTensor: does not implement aten.view.default", "RowTensor", "aten.view"),
+        ("NotImplementedError: aten.cat.default is not implemented for RowTensor", "RowTensor", "aten.cat"),
+    ],
+)  # fmt: skip
+def test_an_operator_that_a_tensor_subclass_lacks_is_named(
+    tmp_path: pathlib.Path, raised: str, name: str, operator: str
+) -> None:
+    frames = _frame("/job/nanotron/wrap.py", "wrap", "fully_shard(block)")
+    answer = " ".join(_answer(tmp_path, BEGIN, *frames, raised).split())
+    assert f"a tensor subclass ({name}) lacks an operator that sharding needs ({operator}" in answer
+    assert "shard first and quantize" in answer
+
+
+@pytest.mark.parametrize(("part", "is_sharding"), [("torch/distributed/tensor/_dispatch.py", True), ("toy.py", False)])
+def test_any_other_operator_counts_in_a_step_of_sharding(tmp_path: pathlib.Path, part: str, is_sharding: bool) -> None:
+    raised = "NotImplementedError: Int3Tensor dispatch: attempting to run aten.erf.default, unimplemented"
+    answer = " ".join(_answer(tmp_path, BEGIN, *_frame(f"{_SITE}/{part}", "toy", "toy()"), raised).split())
+    assert ("that this step of sharding calls (aten.erf)" in answer) == is_sharding
+    assert "that sharding needs" not in answer
