@@ -57,7 +57,7 @@ def read_loaded_sizes(text: str, told: str, shown: str) -> tuple[str, str] | Non
         if found := _relate(a, b, _count_shards(told)):
             is_padded = b < a < 2 * b
             return f"{clash}; {found[0]}", found[1] if is_padded else f"{found[1]} {repacked}".strip()
-    elif math.prod(loaded) == math.prod(own):
+    elif math.prod(loaded) == math.prod(own) > 1:
         flat = " (it is flat)" if len(loaded) == 1 else ""
         found = (
             f"both have {math.prod(own)} elements, in another shape{flat}",

@@ -26,6 +26,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     told: bool = False
     subjects: tuple[str, ...] = ()
     place: re.Pattern[str] | None = None
+    placeless: bool = False
     code: re.Pattern[str] | None = None
     ratio: int = 0
 

@@ -106,6 +106,7 @@ def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
 def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
     """Returns whether the traceback shows the place and the line of code that a mechanism belongs to."""
     places = mechanism.place is None or any(map(mechanism.place.search, raised.frames))
+    places = places or (mechanism.placeless and not raised.frames)
     return places and (mechanism.code is None or any(map(mechanism.code.search, raised.code_of.values())))
 
 

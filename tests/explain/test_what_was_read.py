@@ -268,6 +268,7 @@ def _refuse(loaded: str, own: str) -> str:
         ("The trainer of AReaL writes what it has on the first rank.", "192", "32, 6", "(it is flat)"),
         ("The trainer of AReaL writes what it has on the first rank.", "96, 1", "32, 6", "two 4-bit values in a byte"),
         ("The trainer of AReaL writes what it has on the first rank.", "7, 3", "32, 6", "Which weight is it"),
+        ("The trainer of AReaL writes what it has on the first rank.", "", "1", "Which weight is it"),
     ],
 )  # fmt: skip
 def test_refused_sizes_of_a_weight_are_compared(
@@ -333,10 +334,14 @@ def test_a_cut_traceback_of_another_exception_stays_cut(tmp_path: pathlib.Path, 
 def test_an_operator_that_a_tensor_subclass_lacks_is_named(
     tmp_path: pathlib.Path, raised: str, name: str, operator: str
 ) -> None:
-    frames = _frame("/job/nanotron/wrap.py", "wrap", "fully_shard(block)")
-    answer = " ".join(_answer(tmp_path, BEGIN, *frames, raised).split())
-    assert f"a tensor subclass ({name}) lacks an operator that sharding needs ({operator}" in answer
-    assert "shard first and quantize" in answer
+    wrap = _frame("/job/nanotron/wrap.py", "wrap", "fully_shard(block)")
+    chunk = _frame(f"{_FSDP2}/_fsdp_common.py", "_chunk_with_empty", "chunks = list(torch.chunk(tensor, num_chunks))")
+    for lines in ([raised], [BEGIN, *wrap, *chunk, raised]):
+        answer = " ".join(_answer(tmp_path, *lines).split())
+        assert f"a tensor subclass ({name}) lacks an operator that sharding needs ({operator}" in answer
+        assert "shard first and quantize" in answer
+    load = _frame(f"{_SITE}/lmdeploy/weights.py", "load_weights", "part = param.narrow(0, 0, 8)")
+    assert "sharding needs" not in _answer(tmp_path, BEGIN, *load, raised)
 
 
 @pytest.mark.parametrize(("part", "is_sharding"), [("torch/distributed/tensor/_dispatch.py", True), ("toy.py", False)])
