@@ -43,18 +43,19 @@ _SECOND_TIER = (
     *("fixes/test_fix_command.py", "fixes/test_fix_that_explain_names.py", "fixes/test_fixed_findings.py"),
     *("fixes/test_framework_fixes.py", "fixes/test_patched_releases.py", "fixes/test_verl_example.py"),
     *("frameworks/test_adapters_from_outside.py", "frameworks/test_framework_", "frameworks/test_other_frameworks.py"),
-    *("bundle/test_bundle_command.py", "case/test_quantized_models.py", "cli/test_interpreters.py"),
+    *("bundle/test_bundle_command.py", "case/test_consumers.py", "case/test_divided_experts.py"),
+    *("case/test_quantized_models.py", "checkpoints/test_remedies.py", "cli/test_interpreters.py"),
+    *("emulated/test_emulated_build.py", "known/test_remedies_in_jobs.py", "weights/names/test_families.py"),
     *("cli/test_standard_streams.py", "examination/test_memory_command.py", "matrix/test_new_axis_values.py"),
     *("plugin/", "probe/test_saved_runs.py", "probe/test_torchrun.py", "probe/test_two_hosts.py"),
     *("report/page/test_page.py", "weights/extract/test_probes.py"),
 )
 # The files of the first tier that take longest; after the others, one worker would be left with them.
 _LONGEST = (
-    *("probe/test_emulation.py", "probe/test_isolation.py", "case/test_divided_experts.py", "case/test_consumers.py"),
-    *("case/test_planted_", "probe/test_launch.py", "probe/test_interruption.py", "explain/test_explain_processes.py"),
+    *("probe/test_emulation.py", "probe/test_isolation.py", "case/test_planted_", "probe/test_launch.py"),
+    *("probe/test_interruption.py", "explain/test_explain_processes.py", "probe/test_expectation.py"),
     *("weights/load/test_load_optimizer_state.py", "corpus/test_log_forms.py", "known/test_expected_of_catalogue.py"),
-    *("repro/test_script_text.py", "known/test_remedies_in_jobs.py", "probe/test_expectation.py"),
-    *("weights/names/test_families.py", "probe/test_jobs.py"),
+    *("repro/test_script_text.py", "probe/test_jobs.py"),
 )
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None

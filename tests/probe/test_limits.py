@@ -18,9 +18,9 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, grace: float | None, idle: bo
 
 @pytest.mark.parametrize(
     ("grace", "idle", "seconds"),
-    [(None, True, 2.0), (None, False, 5.0), (8.0, True, 8.0), (1.0, False, 1.0)],
+    [(None, True, 1.0), (None, False, 5.0), (8.0, True, 8.0), (1.0, False, 1.0)],
 )
-def test_the_grace_is_5_seconds_2_if_idle_or_the_given_time(
+def test_the_grace_is_5_seconds_1_if_idle_or_the_given_time(
     monkeypatch: pytest.MonkeyPatch, grace: float | None, idle: bool, seconds: float
 ) -> None:
     assert seconds < stopped_after(monkeypatch, grace, idle) < seconds + 0.5
