@@ -168,16 +168,18 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch if other ranks may have different tensors under one name. Plain tensors are not checked."""
+    """Raises PlanMismatch for names under which other ranks may have different tensors. Plain tensors are not
+    checked.
+    """
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))
 
 
 def start_factor_stream(request: ShardRequest) -> TensorStream | None:
-    """Begins to gather the adapters' factors; dropping the stream unread tells the other ranks.
+    """Begins to gather the adapters' factors; returns None if the model has no adapters, or if they are not merged.
 
-    A rank without an active adapter also compares this fact with the other ranks. Returns None for a model without
-    adapters.
+    If the stream is dropped before its end, the other ranks are told. A rank on which no adapter is active must also
+    call it, because the ranks compare their active adapters.
     """
     plan = request.plan
     if not plan.merges:

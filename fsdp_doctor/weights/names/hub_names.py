@@ -172,9 +172,10 @@ def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
 def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
     """Chooses the names of the tensors; returns None for the model's own.
 
-    shapes: the shapes of the model's tensors, by all names that they have without adapters. Raises NamesError for a
-        mapping that does not fit, HubNamesUnknown if ``names`` is ``hub`` and the Hub's names are unknown, and
-        ValueError for any other value.
+    shapes: the shapes of the model's tensors, by all names that they have without adapters.
+
+    Raises NamesError for a mapping that does not fit, HubNamesUnknown if ``names`` is ``hub`` and the Hub's names are
+    unknown, and ValueError for any other value of ``names``.
     """
     if isinstance(names, Mapping):
         given = {name: TensorView(*view) for name, view in names.items()}
