@@ -102,7 +102,7 @@ def full_tensors(
     Device memory in use at once, including the caller's last tensor, is the largest of three sums: one bucket and the
     largest tensor; two buckets and an eighth of a bucket; an eighth of a bucket and two tensors that are consecutive or
     in one FSDP1 unit. By default this is at most 1.25 GiB, unless a tensor is larger than 600 MiB. If the largest
-    tensor is larger than a bucket, and most of the model is in tensors of at least half its size, such as fused
+    tensor is larger than a bucket, and most of the model is in tensors of at least half this size, such as fused
     experts, one more such tensor is in use. Memory that another stream still reads stays in use until that stream has
     read it.
 
@@ -226,8 +226,9 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields each full tensor once, with all of its names. If the output names divide a tensor, its parts are yielded
-    instead.
+    """Yields each full tensor once, with all of its names.
+
+    If the output names divide a tensor, its parts are yielded instead.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -276,8 +277,8 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
 
     The other ranks are also told if no tensor was read.
 
-    A yielded tensor may be used in the stream that is current when it is taken. Another stream may use it after
-    ``hand_out`` was called there.
+    A yielded tensor may be used in the stream that is current when it is taken. For a use in another stream, first call
+    ``hand_out`` while the other stream is current.
     """
 
     def __init__(

@@ -168,8 +168,9 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch for names under which other ranks may have different tensors. Plain tensors are not
-    checked.
+    """Raises PlanMismatch for names under which other ranks may have different tensors.
+
+    Plain tensors are not checked.
     """
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))

@@ -137,7 +137,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
     """Inverts ``transposed`` of the adapters of each weight that an FSDP1 unit stores transposed; returns ``adapters``.
 
-    Raises NotImplementedError for a weight that an FSDP1 unit stores with any other strides than row-major.
+    Raises NotImplementedError for strides that are neither row-major nor those of a transposed matrix.
     """
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
@@ -310,8 +310,9 @@ def make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
 
 
 def _saves_embeddings(layers: Layers, adapter: str) -> bool:
-    """Returns whether peft saves the embeddings, too: peft does if the adapter's configuration names an embedding layer
-    by its usual name.
+    """Returns whether peft saves the embeddings, too.
+
+    peft does so if the adapter's configuration names an embedding layer by its usual name.
     """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 

@@ -197,8 +197,7 @@ class ParameterPart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerParameter:
-    """Parameter of an optimizer: a parameter of the model, this rank's part of a parameter, or a flat parameter of
-    several.
+    """Parameter of an optimizer: a model's parameter, this rank's part of a parameter, or a flat parameter of several.
 
     group: the index of the param group.
     home: the device of the parameter during a training step.

@@ -38,10 +38,10 @@ class OutputNames:
         return self._parts[spec.names]
 
     def divide(self, tensors: Generator[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Returns a generator of the parts of each tensor, as views of the tensor; with the model's names, ``tensors``
-        itself.
+        """Returns a generator of the parts of each tensor, as views of the tensor.
 
-        Each additional generator would cost the host a microsecond for each tensor.
+        With the model's names it returns ``tensors`` itself, because each additional generator costs the host a
+        microsecond for each tensor.
         """
         return tensors if self._hub is None else self._divide(tensors)
 
