@@ -82,8 +82,9 @@ def local_shards(
     shard. In this case every rank must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the
     others raise RankLeft.
 
-    Device memory in use at once, in addition to the tensors that the caller keeps: two buckets, or one bucket and the
-    largest shard; 24 MiB if shards are cast or merged; the factors of all adapters.
+    Device memory in use at once, in addition to the tensors that the caller keeps, is the sum of: two buckets (one
+    bucket and the largest shard, if the shard is larger than a bucket); 24 MiB if shards are cast or merged; the
+    factors of all adapters.
 
     Raises the errors of :func:`full_tensors`. Also raises LayoutError (RuntimeError) for placements that do not divide
     a tensor into shards, and NamesError for a tensor of the Hub whose elements on a rank are neither a range nor a

@@ -1,4 +1,4 @@
-"""Computes the part of a tensor that a rank holds, only from the placements."""
+"""Computes, from the placements alone, the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Comparison:
 def _find_stacklevel() -> int:
     """Returns the stacklevel with which the calling function warns about the line that called the library.
 
-    The frames of a call are of this package, and of the decorators of torch and contextlib.
+    Frames of this package, and of the decorators of torch and contextlib, are skipped.
     """
     frame, level = inspect.currentframe(), 0
     while frame is not None and (level == 0 or frame.f_code.co_filename.startswith(_OWN_FRAMES)):

@@ -507,7 +507,7 @@ def _take(
 ) -> list[_Segment]:
     """Takes up to ``longest`` elements from a rank's row.
 
-    Adds to ``missing`` each tensor whose first elements are taken.
+    Adds to ``missing`` each tensor that was not begun before.
     """
     taken: list[_Segment] = []
     length = 0

@@ -88,9 +88,10 @@ class Fsdp1Unit:
 
     @property
     def has_lost_shard(self) -> bool:
-        """True if the shard is lost: its memory has another length than the unit's shards
-        (``FlatParameter._sharded_size``) or, in a shard group of one and within a step, another dtype than the
-        parameters (``FlatParamHandle._orig_param_dtype``).
+        """True if the unit has lost this rank's shard, because other data has taken the shard's place.
+
+        The shard then has another length than the unit's shards (``FlatParameter._sharded_size``) or, in a shard group
+        of one and within a step, another dtype than the parameters (``FlatParamHandle._orig_param_dtype``).
 
         A manual offload stores the flat parameter as the local shard. If the unit is unsharded at that time, the
         shard's place is taken by the whole flat parameter or, in a shard group of one, by the cast copy with which the

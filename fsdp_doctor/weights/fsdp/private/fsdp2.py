@@ -244,7 +244,8 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit then gathers.
+    """Gives each sharded parameter new memory on ``device`` with the same values; the unit then gathers from this
+    memory.
 
     The parameters stay the same objects, because an optimizer refers to them. Private:
     ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because the new memory that ``Module.to`` gives has no
