@@ -3,9 +3,9 @@
     python -m fsdp_doctor.emulated.in_place_of_cuda --in accelerate,tests python -m pytest tests/fsdp/test_fsdp.py
 
 ``--in`` names packages, parts of packages (``accelerate.utils``) and directories. In every Python process of the
-program, their modules are loaded with CUDA replaced by the emulated device, and NCCL by its backend. torch, all other
-packages, and files that run as scripts instead of imported modules are not changed. pytest runs without its rewriting
-of assertions, because the rewriting would load the tests itself.
+program, their modules are loaded with CUDA replaced by the emulated device, and NCCL by the backend ``emulated``.
+torch, all other packages, and files that run as scripts instead of imported modules are not changed. pytest runs
+without its rewriting of assertions, because the rewriting would load the tests itself.
 """
 
 from __future__ import annotations

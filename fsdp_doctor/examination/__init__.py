@@ -7,6 +7,6 @@ model_findings    finds problems that a load, a changed gradient setting or an o
 display           renders facts and findings for a terminal
 live_memory       measures the memory of a live job by class
 stage_watch       measures the memory by class at each stage of a job, by watching every operator
-memory_records    holds memory ledgers and their JSON; no torch
+memory_records    holds memory ledgers and their JSON; needs no torch
 memory_views      renders memory ledgers as a table and as a picture
 """

@@ -63,7 +63,7 @@ class TensorState:
     kind: ``fsdp2``, ``fsdp1`` (a flat parameter), ``dtensor`` (outside of FSDP), ``plain`` or ``buffer``.
     wrapper_device: the device that the parameter reports.
     device: the device of this rank's part of the tensor.
-    pinned: whether the memory is pinned; None off the CPU, without elements, and for a tensor that is not dense.
+    pinned: whether the memory is pinned; None for a tensor that is not on the CPU, has no elements or is not dense.
     placements: the placements of a DTensor; empty for any other tensor.
     mesh: the mesh of a DTensor or of an FSDP1 unit; None for any other tensor.
     even: whether every rank holds the same number of elements (always under FSDP1, which pads); None if not sharded.

@@ -220,7 +220,8 @@ def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
     """Finds uneven FSDP2 shards that were offloaded by hand, perhaps by a non-blocking copy.
 
     After a move to the host, FSDP2 immediately pads a shorter shard, and so may read it before the copy has arrived.
-    Padding puts the shard into pageable memory; therefore the evidence is that the other shards are pinned.
+    The padded shard is then in pageable memory, so only the other shards, which are pinned, show traces of a
+    non-blocking copy.
     """
 
     def is_by_hand(state: TensorState) -> bool:
@@ -325,7 +326,10 @@ def _is_away(state: TensorState) -> bool:
 
 
 def _is_on(state: TensorState, facts: Facts) -> bool:
-    """Returns whether the tensor is on the compute device, or on its device type if the units compute on several."""
+    """Returns whether the tensor is on the compute device.
+
+    If the units compute on several devices, any device of the same type will do.
+    """
     if facts.compute_device is None or state.device.type == "meta":
         return True
     if any(unit.compute_device != facts.compute_device for unit in facts.units):

@@ -342,8 +342,8 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
     """Finds gradients, and settings of the gradient reduction, that make the next training step fail or go wrong.
 
     A switch for gradient accumulation is wrong only in the last backward of an accumulation, and no attribute shows
-    which backward is the last. Gradients may be summed instead of averaged on purpose, for a loss that is a sum over
-    tokens.
+    which backward is the last, so the switch is a hazard. Another divisor of the gradients is a note, because gradients
+    may be summed on purpose, for a loss that is a sum over tokens.
     """
     if mixed := tuple(_find_mixed(contents)):
         yield Finding(

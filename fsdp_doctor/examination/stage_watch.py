@@ -204,7 +204,7 @@ class StorageTracker(private.OperatorMode):
         return tracked
 
     def _note_gradients(self, arguments: tuple[Any, ...]) -> None:
-        """Counts activations that are passed to a gradient reduction as gradients."""
+        """Counts as gradients all activations that are passed to a gradient reduction."""
         for tensor in list_tensors(arguments):
             for storage in list_storages(tensor):
                 tracked = self._live.get(id(storage))

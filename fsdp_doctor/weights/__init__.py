@@ -1,4 +1,4 @@
-"""Weights of a live model, in eight rooms; each room may import those before it.
+"""Weights of a live model, in eight subpackages; each may import the subpackages before it.
 
 fsdp           torch's two FSDPs: the one reader of a sharded model, and every private name of torch
 transport      transfers between ranks and between host and device: agreement, buckets, collectives, streams

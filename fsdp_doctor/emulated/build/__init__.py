@@ -229,7 +229,10 @@ def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
 
 
 def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Copies the library into ``directory`` in such a way that no process sees an incomplete file. Raises OSError."""
+    """Copies the library into ``directory`` in such a way that no process sees an incomplete file.
+
+    Raises OSError if the directory is full or cannot be written to.
+    """
     with tempfile.TemporaryDirectory(dir=directory) as beside:
         return pathlib.Path(shutil.copy(linked, beside)).rename(directory / _FILE)
 

@@ -304,8 +304,8 @@ def race_detection() -> Iterator[None]:
 
     The message has a line for each race.
 
-    A race is two accesses to the same bytes, at least one of them a write, on streams that are not ordered, or by the
-    host in pinned memory that a copy in flight uses. Memory that may be reallocated while another stream still uses it
+    A race is two accesses to the same bytes, at least one of them a write: on two streams that are not ordered, or by a
+    copy in flight and by the host in pinned memory. Memory that may be reallocated while another stream still uses it
     without ``record_stream`` counts as a race, too.
     """
     _C.set_race_detection(True)
@@ -359,10 +359,10 @@ def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
 def find_order_cycle(directory: str | os.PathLike[str]) -> str:
     """Describes launch orders in which devices wait for one another's collectives; empty if no devices do.
 
-    The result is exact for this model: a device runs one collective at a time, over all groups and processes, in launch
-    order, and finishes it when every member has begun it. In this model all collectives end if and only if the orders
-    of all devices are consistent, so that the function need not wait for anything. NCCL guarantees no more than the
-    model, but a GPU may do better: the result is a hazard, not a certain hang.
+    The result is exact under these assumptions: a device runs one collective at a time, over all groups and processes,
+    in launch order, and finishes it when every member has begun it. Under these assumptions, all collectives end if and
+    only if the orders of all devices are consistent. NCCL guarantees no more than this, but a GPU may do better: the
+    result is a hazard, not a certain hang.
     """
     launches = {file.name: file.read_text().splitlines() for file in sorted(pathlib.Path(directory).iterdir())}
     devices: dict[str, list[str]] = {}
@@ -395,7 +395,7 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
 def _name_launches(launches: Iterable[list[str]], chosen: list[str]) -> dict[str, str]:
     """Names launches in a way that is the same in every run.
 
-    Groups are letters, and launches are counted from a group's first.
+    Each group is named by a letter, and the launches of a group are counted from the first launch.
     """
     first: dict[str, int] = {}
     for group, number, _ in map(str.split, itertools.chain.from_iterable(launches)):

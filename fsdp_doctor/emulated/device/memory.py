@@ -39,7 +39,7 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Returns the bytes that tensors on the device use now. As with CUDA, each is rounded up to a multiple of 512."""
+    """Returns the bytes that tensors on the device use now. As with CUDA, each tensor counts as a multiple of 512."""
     return int(memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
 
 
@@ -84,7 +84,8 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def host_memory_stats() -> dict[str, int]:
-    """Returns the bytes of pinned host memory that CUDA's allocator would have reserved, under torch.cuda's name.
+    """Returns the bytes of pinned host memory that CUDA's allocator would have reserved, under the key that torch.cuda
+    uses.
 
     CUDA's allocator rounds each tensor up to a power of two, and keeps the memory for reuse when the tensor is freed.
     """

@@ -88,7 +88,7 @@ def full_tensors(
     full_tensors(model) as tensors``, or when nothing refers to the iterator any more. A traceback refers to the
     iterator, so without ``with`` the other ranks wait while an error is handled. Under HSDP each replica's shard group
     works independently of the other replicas. A model of which nothing is sharded, under DDP or unwrapped, needs no
-    other rank: any rank may call it alone, yields its own values, and compares them with no other rank's.
+    other rank. Any rank may call it alone, and the values are not compared with other ranks' values.
 
     By default, tensors have the names of the model before it was wrapped (by FSDP1, DDP, activation checkpointing,
     torch.compile, peft). A tied parameter is yielded under each of its names; the names share one tensor, which is
@@ -99,11 +99,12 @@ def full_tensors(
     The first call for a model makes a plan, which is kept until the model changes. Values are read during the
     iteration, so the next training step must wait for its end.
 
-    Device memory in use at once, including the caller's last tensor, is the largest of: two buckets; one bucket and the
-    largest tensor; two consecutive tensors, or two tensors of one FSDP1 unit, and an eighth of a bucket. By default
-    this is at most 1.25 GiB, unless a tensor is larger than 600 MiB. If most of the model is in tensors larger than a
-    bucket, such as fused experts, one more of these tensors is in use. Memory that another stream still reads stays in
-    use until that stream has read it.
+    Device memory in use at once, including the caller's last tensor, is the largest of three sums: one bucket and the
+    largest tensor; two buckets and an eighth of a bucket; an eighth of a bucket and two tensors that are consecutive or
+    in one FSDP1 unit. By default this is at most 1.25 GiB, unless a tensor is larger than 600 MiB. If the largest
+    tensor is larger than a bucket, and most of the model is in tensors of at least half this size, such as fused
+    experts, one more such tensor is in use. Memory that another stream still reads stays in use until that stream has
+    read it.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP, or unwrapped; under any offload, also half-moved (its parameters report
@@ -175,12 +176,11 @@ def weights_info(
     experts: Experts | None = None,
     tensors: GivenTensors | None = None,
 ) -> dict[str, WeightInfo]:
-    """Describes the tensors that :func:`full_tensors` would yield, in the same order.
+    """Returns the shape and dtype of each tensor that :func:`full_tensors` would yield, by name, in the same order.
 
-    It communicates nothing, copies nothing, and touches no device.
-
-    Any rank may call it alone, whereas verl's ``get_actor_weights_info``, which PR 4726 mends, gathers. Arguments and
-    errors are those of :func:`full_tensors`.
+    The function communicates nothing, copies nothing, and touches no device. Any rank may call it alone; verl's
+    ``get_actor_weights_info``, by contrast, gathers (verl PR 4726 mends it). Arguments and errors are those of
+    :func:`full_tensors`.
     """
     arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, names=names, experts=experts)
     plan, _ = get_plan(model, arguments, tensors)
@@ -226,7 +226,9 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor, or the parts of each, exactly once and together with all its names.
+    """Yields each full tensor once, with all of its names.
+
+    If the output names divide a tensor, its parts are yielded instead.
 
     compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
@@ -275,8 +277,8 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
 
     The other ranks are also told if no tensor was read.
 
-    A yielded tensor may be used in the stream that is current when it is taken. Another stream may use it after
-    ``hand_out`` was called there.
+    A yielded tensor may be used in the stream that is current when it is taken. For a use in another stream, first call
+    ``hand_out`` while the other stream is current.
     """
 
     def __init__(
@@ -431,7 +433,7 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _load(self, bucket: Bucket) -> None:
-        """Begins to load this rank's part of a bucket, which needs no other rank."""
+        """Begins to load this rank's part of a bucket. No other rank is needed."""
         self._spare = None
         transfers = [transfer.begin(self._call) for transfer in bucket.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
@@ -441,8 +443,9 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _fill_where_left(self, loader: Loader) -> Iterator[None]:
-        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because the rank has promised to
-        gather it.
+        """Context that fills the bucket with NaN or 0 if loading fails in the block and this rank is leaving.
+
+        The error is then not raised, because the rank has promised to gather the bucket.
         """
         try:
             yield
@@ -452,10 +455,9 @@ class Pipeline:
             loader.spoil()
 
     def _launch_loaded(self) -> None:
-        """Launches all pending buckets.
+        """Launches the pending buckets, except the last bucket while threads still read its shards.
 
-        The last bucket is left out while threads still read it; the threads continue during the gather of the earlier
-        bucket.
+        These threads continue during the gathers of the earlier buckets.
         """
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:
@@ -521,8 +523,9 @@ class Pipeline:
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
 
     def _keep_spare(self, promised: Sequence[Bucket]) -> None:
-        """Allocates spare memory if the pending buckets, once freed, are too small to launch each promised bucket; may
-        raise.
+        """Allocates spare memory if the pending buckets, once freed, are too small to launch each promised bucket.
+
+        Raises torch.OutOfMemoryError if the device does not have the spare memory.
         """
         self._spare = None
         needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
@@ -675,9 +678,9 @@ def full_state_dict(
     memory: the whole model on each rank that collects it, and 256 MiB of pinned memory. Warns BuffersDiffer at each
     call.
 
-    ranks: ``rank0``: only the first rank collects, and the other ranks get an empty dict; the first rank is that of the
-    model's mesh, of all replicas, of DDP's group, or of the default group if nothing shards the model. ``all``: every
-    rank collects. Any other word raises ValueError.
+    ranks: ``rank0``: only one rank collects, and the other ranks get an empty dict. The collecting rank is the first
+        rank of the model's mesh or FSDP1 unit (all replicas included); without either, the first rank of DDP; otherwise
+        rank 0. ``all``: every rank collects. Any other word raises ValueError.
     """
     with announce_errors(model):
         if ranks not in get_args(CollectingRanks):

@@ -82,8 +82,9 @@ def local_shards(
     shard. In this case every rank must call it, as for :func:`full_tensors`, and a rank that stops or raises makes the
     others raise RankLeft.
 
-    Device memory in use at once, in addition to the tensors that the caller keeps: two buckets, or one bucket and the
-    largest shard; 24 MiB if shards are cast or merged; the factors of all adapters.
+    Device memory in use at once, in addition to the tensors that the caller keeps, is the sum of: two buckets (one
+    bucket and the largest shard, if the shard is larger than a bucket); 24 MiB if shards are cast or merged; the
+    factors of all adapters.
 
     Raises the errors of :func:`full_tensors`. Also raises LayoutError (RuntimeError) for placements that do not divide
     a tensor into shards, and NamesError for a tensor of the Hub whose elements on a rank are neither a range nor a
@@ -168,16 +169,19 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch if other ranks may have different tensors under one name. Plain tensors are not checked."""
+    """Raises PlanMismatch for names under which other ranks may have different tensors.
+
+    Plain tensors are not checked.
+    """
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))
 
 
 def start_factor_stream(request: ShardRequest) -> TensorStream | None:
-    """Begins to gather the adapters' factors; dropping the stream unread tells the other ranks.
+    """Begins to gather the adapters' factors; returns None if the model has no adapters, or if they are not merged.
 
-    A rank without an active adapter also compares this fact with the other ranks. Returns None for a model without
-    adapters.
+    If the stream is dropped before its end, the other ranks are told. A rank on which no adapter is active must also
+    call it, because the ranks compare their active adapters.
     """
     plan = request.plan
     if not plan.merges:

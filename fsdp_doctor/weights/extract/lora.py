@@ -121,7 +121,7 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
 def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
     """Raises NotImplementedError for an adapter of a tied weight.
 
-    peft adds such an adapter under all names of the weight, although only one of them computes with it.
+    peft's merge changes the weight under all of its names, although only the adapted layer computes with the adapter.
     """
     for source in sources:
         for spec in list_specs(source):
@@ -135,7 +135,10 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 
 
 def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """Transposes the products for weights that are transposed in an FSDP1 unit, because such a unit keeps strides."""
+    """Inverts ``transposed`` of the adapters of each weight that an FSDP1 unit stores transposed; returns ``adapters``.
+
+    Raises NotImplementedError for strides that are neither row-major nor those of a transposed matrix.
+    """
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
             name, shape = span.spec.names[0], span.spec.shape
@@ -307,7 +310,10 @@ def make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
 
 
 def _saves_embeddings(layers: Layers, adapter: str) -> bool:
-    """Returns whether peft saves the embeddings, too, because the configuration names one of them by its usual name."""
+    """Returns whether peft saves the embeddings, too.
+
+    peft does so if the adapter's configuration names an embedding layer by its usual name.
+    """
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
     targets = layers.targets.get(adapter, frozenset())

@@ -101,7 +101,7 @@ class Plan:
     all_sources: every tensor of the model, adapters included.
     sources: the tensors to yield.
     ranks: all ranks that take part.
-    groups: groups of ranks, some of which may have different tensors.
+    groups: the groups of ranks that may have different tensors under one name.
     merges: whether the model has adapters, active or not, that are to be merged.
     adapters: for each weight, the factors to merge into it.
     factors: the source of each factor.
@@ -131,8 +131,8 @@ class Plan:
     def count_promisable(self, first: int, wanted: int) -> int:
         """Counts the buckets from ``first`` on that a rank may promise at once: at least 1, at most ``wanted``.
 
-        While the caller holds a tensor of one bucket, there must be memory to launch any later promised bucket. Buckets
-        before ``first`` that may still be pending also count, because they are not yielded yet.
+        While the caller holds a tensor of one bucket, there must be memory to launch any later promised bucket. Memory
+        for buckets before ``first`` that may still be pending is included, because these buckets are not yielded yet.
         """
         pending, together = first, self.buckets[first].nbytes
         while pending and (together := together + self.buckets[pending - 1].nbytes) <= self.most_bytes:
@@ -178,8 +178,7 @@ class _KeptPlan:
         return shards if layers == self._layers else None
 
     def _read_devices(self) -> list[torch.device]:
-        """Reads this rank's current devices, of the device types on which shards are gathered or that the caller
-        requested.
+        """Returns this rank's current device of each type on which shards are gathered or that the caller requested.
 
         The current device of a thread may change between calls.
         """

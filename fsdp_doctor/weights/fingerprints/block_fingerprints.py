@@ -162,7 +162,7 @@ def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[Ind
 def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
     """Divides a block at the middle of ``dim`` and gives each half the indices of the other half.
 
-    Yields nothing for an odd dim.
+    Yields nothing if the length of ``dim`` is odd.
     """
     if dim >= len(shape) or shape[dim] % 2:
         return

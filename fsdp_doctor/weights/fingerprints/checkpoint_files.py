@@ -74,8 +74,8 @@ def fingerprint_checkpoint(
 
     The names are the model's, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer is left
     out, unless the checkpoint has nothing else. If the checkpoint has the model in several forms, one is read:
-    safetensors if present, otherwise the whole tensors, otherwise the shards. Host memory: 16 MiB or the longest row,
-    and its cast. No pickle is run.
+    safetensors if present, otherwise the whole tensors, otherwise the shards. Host memory: a block of at most 16 MiB,
+    or of one row if a row is larger, and the cast of this block. No pickle is run.
 
     dtype: the dtype to which floating-point tensors are cast, as in :func:`fingerprint`.
     part: the part of the checkpoint to take as the model, such as ``ema``: the keys that lead to it, or the last of

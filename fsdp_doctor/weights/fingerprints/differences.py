@@ -84,8 +84,8 @@ def compare_fingerprints(
         The tensor is listed as ``not comparable``, whatever its sums are.
     called: the names of the two sides in the details.
 
-    Raises FingerprintError for fingerprints of versions with different sums, for fingerprints of parts of tensors, and
-    for models that have no tensor in common.
+    Raises FingerprintError for fingerprints made by different versions of the sum, for fingerprints of parts of
+    tensors, and for models that have no tensor in common.
     """
     if not isinstance(history, Sequence):
         raise TypeError(f"a history is a sequence of Fingerprints, not {type(history).__name__}")

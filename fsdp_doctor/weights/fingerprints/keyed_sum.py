@@ -14,7 +14,7 @@ from splitmix64. This has four consequences:
 - A change of one word is always detected, since odd keys have inverses.
 - Any other change (a swap, a permutation, a transposition, values of another step) is missed with a probability of less
     than 2**-66 if the keys are regarded as random numbers, and typically 2**-110. In the weakest case all bits that
-    differ are the highest bits of their words: 33 bits of them remain in one lane, and 49 in the other.
+    differ are the highest bits of their words: only 33 bits of the key products count in one lane, and 49 in the other.
 - Zeros add nothing, so a fingerprint also has the dtype, the shape, and the number of summed elements.
 
 This is no cryptographic hash: the sum is linear and the keys are known, so two tensors with the same fingerprint can be

@@ -62,7 +62,7 @@ class FingerprintSums(FingerprintSumsOfBlocks):
     """
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
-        """Adds a whole tensor, this rank's part of a DTensor, or a part.
+        """Adds a whole tensor, this rank's part of a DTensor, or a :class:`TensorPart`.
 
         A name may come once for each part of its tensor. Raises FingerprintError for a part that does not lie in its
         tensor and for a tensor that is not dense in memory, LayoutError (RuntimeError) for a DTensor that is not

@@ -48,8 +48,8 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     Shards in host memory are summed on the host, at the speed of the CPU. A copy into host memory that began before the
     context must have arrived.
 
-    Raises WeightsChanged, with the tensors, the rank and the calls in the body; UnreadableTensors for tensors that are
-    not dense. An exception of the body passes through.
+    Raises WeightsChanged, which names the tensors, the rank and the calls in the body; UnreadableTensors for tensors
+    that are not dense. An exception of the body passes through.
 
     model: a model under FSDP1, FSDP2 or DDP, or a plain model. Its parameters and buffers are compared by 128 bits of
         each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.

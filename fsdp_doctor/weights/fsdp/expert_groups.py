@@ -137,8 +137,7 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
 def extend_mesh(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Returns (mesh, placements): the same placements on the first of ``meshes`` that is ``mesh`` or contains it as a
-    submesh.
+    """Returns the first of ``meshes`` that is ``mesh`` or has ``mesh`` as a submesh, and the tensor's placements on it.
 
     Returns None if there is no such mesh. The tensor is replicated over the dims that ``mesh`` lacks, because each
     neighbour along these dims has a submesh with the same shards.

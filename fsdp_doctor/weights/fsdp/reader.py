@@ -121,8 +121,8 @@ class ModelContents:
         """Describes each tensor of a state dict whose memory does not hold its values; the keys are the tensors' first
         names.
 
-        but_strided: whether to leave out tensors whose strides can be read, since a call for other tensors can skip
-            them.
+        but_strided: whether to leave out tensors whose strides can be read, and tensors in FSDP1 units. A call that
+            does not need the values of these tensors can skip them.
         """
         tensors = [tensor for tensor in self.list_tensors() if tensor.form]
         forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}

@@ -1,4 +1,4 @@
-"""Computes the part of a tensor that a rank holds, only from the placements."""
+"""Computes, from the placements alone, the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -94,8 +94,9 @@ def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements
     """Computes the part of a tensor of ``shape`` that a rank holds; the part is empty if the rank is not in the mesh.
 
     mesh: the ranks, in the form of ``DeviceMesh.mesh``. The dims of the mesh are applied from the first to the last;
-        each divides the parts that the previous dims left, like torch.chunk. Raises LayoutError for a placement that is
-        neither replicated nor sharded.
+        each divides the parts that the previous dims left, like torch.chunk.
+
+    Raises LayoutError for a placement that is neither replicated nor sharded.
     """
     found = (mesh == rank).nonzero()
     if not len(found):

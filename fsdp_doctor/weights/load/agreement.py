@@ -37,7 +37,7 @@ class LoadAgreement:
     def begin(
         self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison, names: str = ""
     ) -> tuple[Holders, str]:
-        """Compares the ranks' plans. Returns who has the source, only rank 0 or every rank, and rank 0's ``names``.
+        """Compares the ranks' plans. Returns who has the source (only rank 0, or every rank), and rank 0's ``names``.
 
         Raises LoadError if neither rank 0 alone nor every rank has a source of the same kind, or if the ranks' files
         differ.

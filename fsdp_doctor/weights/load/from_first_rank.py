@@ -6,8 +6,8 @@ the same part pass it on to each other.
 
 After the ranks have agreed to a bucket, and until its collectives are launched, nothing may fail on only one rank. All
 memory for the buckets is therefore allocated in advance: rank 0 announces the length of a lane, and before the first
-bucket each rank allocates two buckets, or one if one is enough. An error on a rank after the collectives reaches the
-other ranks at the next agreement.
+bucket each rank allocates the memory of two buckets, or of a single bucket if this is enough. An error on a rank after
+the collectives reaches the other ranks at the next agreement.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def load_full_tensors(
         an empty mapping. A tied tensor may have any of its names in the source, or several of them.
     strict: False leaves tensors that the source lacks unchanged, and skips tensors that the model does not have. The
         report names the tensors of both kinds. Shapes and dtypes must fit in any case. Results of ``get_extra_state``
-        in the source are skipped; the report names the skipped entries that the model has, too.
+        in the source are skipped; the report names all such entries of the model.
     dtype: ``keep``: a tensor with another dtype than in the model is an error. ``cast``: such a tensor is cast.
     names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
         checkpointing, torch.compile; peft's names stay as they are). ``hub``: the names in files of

@@ -49,8 +49,9 @@ class Layout(ABC):
 
     @abstractmethod
     def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
-        """Computes the part that a rank holds of a full tensor of ``shape``; its indices count in the result of
-        ``arrange``.
+        """Computes the part that a rank holds of a full tensor of ``shape``.
+
+        The part's indices are indices of the tensor that ``arrange`` returns.
         """
 
     def arrange(self, full: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Layout(ABC):
 
 
 class _InBox(Layout):
-    """Layout of a box, which has a range in each dim, of a tensor that is divided along its dims.
+    """Layout of a box (a range of indices in each dim) of a tensor that is divided along its dims.
 
     shape: the shape of the whole tensor.
     """

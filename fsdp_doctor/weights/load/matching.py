@@ -59,8 +59,9 @@ class Matching:
     def add(self, name: str, value: Value) -> int | None:
         """Matches one item of an iterator, whose other items are unknown.
 
-        Returns the index of the target to fill, or None if there is none or the tied target has already been filled.
-        Raises LoadError if the tensor does not fit.
+        Returns the index of the target to fill; None if the model has no such tensor, or if the tied target has already
+        been filled. Raises LoadError if the tensor does not fit, or if the load is strict and the model has no such
+        tensor.
         """
         index = self._indices.get(name)
         if index is None:

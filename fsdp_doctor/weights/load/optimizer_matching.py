@@ -173,7 +173,7 @@ class StateForm(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPart:
-    """Parameter of the model that is one of the optimizer's parameters, or a part of one.
+    """Parameter of the model that the optimizer has, either by itself or as a part of a flat parameter.
 
     shape: the shape of the full parameter.
     slices: the place of this rank's part in the optimizer's flat parameter; None if the optimizer has no flat parameter
@@ -197,7 +197,7 @@ class ParameterPart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerParameter:
-    """Parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
+    """Parameter of an optimizer: a model's parameter, this rank's part of a parameter, or a flat parameter of several.
 
     group: the index of the param group.
     home: the device of the parameter during a training step.

@@ -118,8 +118,9 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
 def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
     """Reads the index that transformers writes: the name of each tensor's file; empty if there is no index or several.
 
-    suffix: the suffix of the files, such as ``safetensors``. Raises LoadError if the index is malformed, names files
-    outside of the directory, or cannot be opened.
+    suffix: the suffix of the files, such as ``safetensors``.
+
+    Raises LoadError if the index is malformed, names files outside of the directory, or cannot be opened.
     """
     indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
     if len(indexes) != 1:
@@ -164,7 +165,7 @@ def _refuse_torch_file(file: OpenFile) -> None:
 
 @contextlib.contextmanager
 def _refuse_unopened(path: pathlib.Path) -> Iterator[None]:
-    """Raises LoadError, as every other rank then does, if a file that the block opens is absent or cannot be opened."""
+    """Context that raises LoadError if a file that the block opens is absent or cannot be opened."""
     try:
         yield
     except FileNotFoundError as error:

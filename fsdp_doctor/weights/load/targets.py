@@ -160,8 +160,9 @@ def match_transient_values(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs the non-persistent buffers, which no checkpoint has, with the values that the caller supplies.
 
-    device: the device of the values for buffers on the meta device. Raises LoadError for a buffer on the meta device
-    that is not supplied, and for values that do not fit.
+    device: the device of the values for buffers on the meta device.
+
+    Raises LoadError for a buffer on the meta device that is not supplied, and for values that do not fit.
     """
     by_name = {name: buffer for buffer in buffers for name in buffer.names}
     if unknown := [name for name in supplied if name not in by_name]:

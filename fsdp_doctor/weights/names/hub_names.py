@@ -3,9 +3,9 @@ itself.
 
 transformers 5.0.0 and newer converts a checkpoint when it loads it (for example, tensors of single experts into one
 fused tensor), and ``revert_weight_conversion`` reverts this when it saves (read in 5.0.0 and 5.23.0). This module runs
-the reversion on meta tensors with the model's names and shapes, while copies are replaced by the tensor itself. Each
-result is then a view of a tensor of the model, and shows which part of this tensor it is. No table of model families is
-needed.
+the reversion on meta tensors with the model's names and shapes, and replaces each copy of a tensor by the tensor
+itself. Each result is then a view of a tensor of the model, and shows which part of this tensor it is. No table of
+model families is needed.
 """
 
 from __future__ import annotations
@@ -101,10 +101,9 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
 def read_hub_parts(config: str) -> dict[str, HubPart]:
     """Returns the parts of :func:`read_hub_view` for a model of which only the configuration is given.
 
-    Tensors that differ from the model's neither in name nor in form are left out.
-    The model is built on the meta device; without ``architectures`` its class is that of ``AutoModelForCausalLM``.
-    Raises ModelClassUnknown (HubNamesUnknown) if the model is not a model of transformers, and the errors of
-    :func:`read_hub_view`.
+    Tensors that have the same name and form on the Hub as in the model are left out. The model is built on the meta
+    device; without ``architectures`` its class is that of ``AutoModelForCausalLM``. Raises ModelClassUnknown
+    (HubNamesUnknown) if the model is not a model of transformers, and the errors of :func:`read_hub_view`.
 
     config: a directory with a ``config.json``, or the name of a model on the Hub.
     """
@@ -172,9 +171,10 @@ def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
 def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
     """Chooses the names of the tensors; returns None for the model's own.
 
-    shapes: the shapes of the model's tensors, by all names that they have without adapters. Raises NamesError for a
-        mapping that does not fit, HubNamesUnknown if ``names`` is ``hub`` and the Hub's names are unknown, and
-        ValueError for any other value.
+    shapes: the shapes of the model's tensors, by all names that they have without adapters.
+
+    Raises NamesError for a mapping that does not fit, HubNamesUnknown if ``names`` is ``hub`` and the Hub's names are
+    unknown, and ValueError for any other value of ``names``.
     """
     if isinstance(names, Mapping):
         given = {name: TensorView(*view) for name, view in names.items()}

@@ -38,9 +38,10 @@ class OutputNames:
         return self._parts[spec.names]
 
     def divide(self, tensors: Generator[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-        """Returns a generator of the parts of each tensor, as views of the tensor; ``tensors`` if nothing is divided.
+        """Returns a generator of the parts of each tensor, as views of the tensor.
 
-        Each tensor costs the host a microsecond for each generator that it goes through.
+        With the model's names it returns ``tensors`` itself, because each additional generator costs the host a
+        microsecond for each tensor.
         """
         return tensors if self._hub is None else self._divide(tensors)
 

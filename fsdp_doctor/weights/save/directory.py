@@ -68,8 +68,8 @@ class SaveDirectory:
     def prepare(self, replaced: re.Pattern[str], *, overwrite: bool) -> None:
         """Makes the hidden folder; called by the first rank only.
 
-        Raises SaveError for a directory that is in use, that already has files of the same kind, or into which other
-        ranks of this job have saved such files.
+        Raises SaveError for a directory that cannot be made, is in use, already has files of the same kind (unless
+        ``overwrite``), or into which other ranks of this job have saved such files.
 
         Cleans up after a save whose ranks were killed: removes its unfinished files or, if it was giving files their
         names, moves the former checkpoint back. The complete new files of such a save are removed once this save's
@@ -241,7 +241,7 @@ class SaveDirectory:
     def _remove_lock(self) -> None:
         """Removes the lock file. A second call does nothing, since the file may by then belong to another save.
 
-        A lock file that is left behind is unlocked.
+        A lock file that is left behind is not locked, so it blocks no other save.
         """
         if self._has_lock_file:
             self._has_lock_file = False
@@ -251,7 +251,7 @@ class SaveDirectory:
     def _get_lock(self, rank: int) -> pathlib.Path:
         """Returns the path of a rank's lock.
 
-        The first rank's lock is the directory's, held until all know how the save ended.
+        The first rank's lock is the lock of the whole directory, and is held until all ranks know how the save ended.
         """
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 

@@ -111,29 +111,30 @@ def save_full_tensors(
     moves the former checkpoint back, leaves the complete new files in their folder, and says where both are. If a
     process dies at that moment, the next save moves the former checkpoint back.
 
-    Device memory: 16 MiB if shards on the device are cast. If adapters are merged: all adapters, and two buckets of 64
-    MiB, or one bucket and the largest shard. If a part with a name of the Hub does not lie in one piece in the shard: a
-    copy of the part. Host memory: 56 MiB, pinned if shards are on an accelerator.
+    Device memory: 16 MiB if shards on the device are cast. If adapters are merged: all adapters and, in addition, two
+    buckets of 64 MiB (or one bucket and the largest shard, if the shard is larger than a bucket). If a part with a name
+    of the Hub does not lie in one piece in the shard: a copy of the part. Host memory: 56 MiB, pinned if shards are on
+    an accelerator.
 
     model: see :func:`full_tensors`; on any device, under any offload.
     names, dtype, keep_dtype, experts, tensors: see :func:`full_tensors`; ``names`` has another default. A tied tensor
         is saved under its first name, and under each name that the config of transformers does not tie.
     step: the training step; it is written into the marker.
-    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. More files are
-        made if ranks that write to one file would have to wait for each other.
+    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. More files are made if
+        ranks that write to one file would have to wait for each other.
     overwrite: whether to replace the weights in the directory. The old files are removed when the new files are
         complete and have their names; other files stay. A save is refused if other ranks of this job, such as a critic
         or a pipeline stage, have saved into the directory since the process group was made, and their files still
         exist. Two models on the same ranks, or two jobs, cannot be told apart from one model that is saved again: give
         each model a separate directory.
 
-    Raises SaveError on every rank: for a directory that has weights of this or of other ranks of the job, is in use
-    by another save, cannot be made, is not the same for all ranks, or has too little room, which is checked before
-    anything is written; for parameters that are whole on each rank, but differ between the ranks (a few elements are
-    compared); for tensors that safetensors cannot store; if files cannot be given their names; and if another
-    rank fails, with the number of this rank. A rank that gets an OSError earlier raises the OSError. Warns
-    BuffersDiffer at each save if buffers differ between the ranks. Raises ValueError for an empty ``directory``. Other
-    errors: see :func:`full_tensors`.
+    Raises SaveError on every rank: for a directory that already has weights (unless ``overwrite``), has weights of
+    other ranks of the job, is in use by another save, cannot be made, is not the same for all ranks, or has too little
+    room (checked before any tensor is written); for parameters that are whole on each rank, but differ between the
+    ranks (a few elements are compared); for tensors that safetensors cannot store; if files cannot be given their
+    names; and if another rank fails, with the number of this rank. Any other OSError, before the files get their names,
+    is raised unchanged on the rank where it occurs. Warns BuffersDiffer at each save if buffers differ between the
+    ranks. Raises ValueError for an empty ``directory``. Other errors: see :func:`full_tensors`.
     """
     with announce_early_errors(model):
         path = make_path(directory)

@@ -79,7 +79,7 @@ def save_optimizer_state(
     The file has torch.save's format and the content that ``get_optimizer_state_dict`` returns for
     ``full_state_dict=True``. ``torch.load(file, mmap=True, weights_only=True)`` is a source for
     :func:`load_optimizer_state` on every rank, and for torch's ``set_optimizer_state_dict``. The file has checksums of
-    the values in the ranks' memory, which ``fsdp-doctor checkpoint verify`` compares.
+    the values in the ranks' memory, with which ``fsdp-doctor checkpoint verify`` compares the file.
 
     The shape of a tensor shows which part of it a rank has, and the ranks compare this before anything is written. The
     part is the rank's shard; the whole tensor, which must be the same on each rank that has it and is saved once; or a
@@ -91,9 +91,9 @@ def save_optimizer_state(
         :func:`save_full_tensors`.
 
     Raises SaveError in the cases of :func:`save_full_tensors`; for a model that is not sharded; for an optimizer whose
-    parameters are not the model's; for ranks whose state differs in more than its shards; and, with its name, for state
-    of another kind: factored moments, 8-bit codes and their scales, lists, and state that belongs to no parameter.
-    Raises ValueError for an empty ``directory``.
+    parameters are not the model's; for ranks whose state differs in more than its shards; and for state of another
+    kind, which the error names: factored moments, 8-bit codes and their scales, lists, and state that belongs to no
+    parameter. Raises ValueError for an empty ``directory``.
     """
     with announce_early_errors(model):
         path = make_path(directory)
@@ -216,8 +216,9 @@ def _find_place(
 
 
 def _write_checksums(path: pathlib.Path, sums: Mapping[int, int]) -> None:
-    """Writes checksums into a zip file: behind each member whose first byte is in ``sums``, and into the zip's
-    directory.
+    """Writes checksums into a zip file: behind each member that ``sums`` lists, and into the zip's directory.
+
+    sums: the CRC-32 of each member, by the offset of the member's first byte.
     """
     with OpenFile(path) as opened:
         members: list[Member] = read_torch_file(opened).members

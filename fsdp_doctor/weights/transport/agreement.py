@@ -103,7 +103,7 @@ class ComparedPlan:
 class Agreement:
     """Agreement over one extraction, load or save. At each stage, the ranks wait for each other.
 
-    ranks: all ranks that take part; each must make an agreement.
+    ranks: all ranks that take part; each of these ranks must make an object of this class.
     speaker: the rank whose message all ranks get at each stage; None if there are no messages.
     watch: a function that is called while this rank waits for others; it returns a sentence about a rank that will not
         come, or an empty text.
@@ -175,8 +175,7 @@ class Agreement:
         return promised
 
     def proceed(self, message: str = "") -> str:
-        """Waits until every rank has reached this bucket with the same plan. Returns the message of the agreement's
-        ``speaker``.
+        """Waits until every rank has reached this stage with the same plan; returns the message of the ``speaker``.
 
         Raises RankLeft if another rank has left, and PlanMismatch if the ranks' plans differ.
         """
@@ -355,7 +354,7 @@ class Agreement:
     def _note_wait(self, seconds: float) -> None:
         """Notes in the store that this rank waits, and warns once about ranks that do not come to a call.
 
-        For this it makes another connection, because a thread is waiting over this thread's connection.
+        Opens another connection to the store, because the wait occupies this thread's connection.
         """
         is_to_be_noted = seconds >= _SECONDS_BEFORE_NOTE and not self._has_noted
         is_to_be_warned = seconds >= _SECONDS_BEFORE_WARNING and not self._stage and not self._has_warned

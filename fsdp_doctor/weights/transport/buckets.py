@@ -36,7 +36,7 @@ class Bucket:
     """Transfers that are loaded and gathered together.
 
     gathered_bytes: the device memory that the bucket takes until its tensors are yielded.
-    copied_bytes: the bytes of the tensors that are copied at once.
+    copied_bytes: the largest ``copied_bytes`` of a transfer.
     end: the position, in the order of the tensors, at which the next bucket begins. A bucket may also gather small
         tensors after that position.
     last_bytes: the size of the last tensor before ``end``.
@@ -112,13 +112,14 @@ class _OpenBucket:
 def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
     """Returns the device memory that buckets and the caller's last tensor may take together.
 
-    The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor; two tensors that
-    follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger than a bucket, and
-    most of the model is in tensors of at least half its size (fused experts), the size of the largest tensor is added
-    again. The next such tensor can then be loaded while the caller has the last one.
+    The result is the largest of three sums: a bucket and the largest tensor; two buckets and an eighth of a bucket (or
+    the largest tensor, if it is smaller than an eighth); an eighth of a bucket and two tensors that are consecutive or
+    in one unit. If the largest tensor is larger than a bucket, and most of the model is in tensors of at least half
+    this size (fused experts), the size of the largest tensor is added again. The next such tensor can then be loaded
+    while the caller has the last one.
 
     sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, and every other
-    tensor forms a separate list.
+        tensor forms a separate list.
     """
     every = list(itertools.chain.from_iterable(sizes))
     largest = max(every, default=0)
@@ -207,9 +208,7 @@ class Division:
             yield last
 
     def _make_parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-        """Yields (position of its first tensor, a transfer or a tensor that is gathered with others, device memory that
-        it takes).
-        """
+        """Yields (position of the first tensor, a transfer or a tensor to gather with others, its device memory)."""
         packs = {pack.order: (pack, nbytes) for pack, nbytes in self._make_packs()}
         packed = {order for pack, _ in packs.values() for order in pack.orders}
         order = last_bytes = 0

@@ -5,8 +5,8 @@ under tensor parallelism), or different values of the same shape (experts that a
 is true of a plain parameter. Names and shapes are the same in both cases, which are distinguished as follows:
 
 - If the mesh is a slice of a larger mesh, by ranks and names, along dims over which another parameter is sharded, FSDP
-    has sharded both in the same way. The rest of the larger mesh is tensor parallelism, which has copies of tensors
-    that it does not divide, or replicas. The groups are taken to have copies.
+    has sharded the tensor and this parameter in the same way. The rest of the larger mesh is tensor parallelism, which
+    has copies of tensors that it does not divide, or replicas. The groups are taken to have copies.
 - Otherwise nothing shows that the groups have copies, even if their meshes are slices of one mesh, since this is also
     true of experts' meshes. Such tensors are refused.
 - The values of plain parameters, and of tensors in the first case, are compared: a few elements of each, with a
@@ -274,7 +274,7 @@ class Comparison:
 def _find_stacklevel() -> int:
     """Returns the stacklevel with which the calling function warns about the line that called the library.
 
-    The frames of a call are of this package, and of the decorators of torch and contextlib.
+    Frames of this package, and of the decorators of torch and contextlib, are skipped.
     """
     frame, level = inspect.currentframe(), 0
     while frame is not None and (level == 0 or frame.f_code.co_filename.startswith(_OWN_FRAMES)):

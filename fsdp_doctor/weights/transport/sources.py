@@ -70,8 +70,8 @@ class Plain:
 class Rows:
     """Tensor with the placement Shard(0) over one shard group, divided like torch.chunk.
 
-    Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as they exist. The parts in
-    the order of the ranks are therefore the tensor, with padding only at its end.
+    Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as they exist. The parts,
+    joined in the order of the ranks, are therefore the tensor, with padding only at the end.
     """
 
     spec: TensorSpec

@@ -43,8 +43,8 @@ class HomeStream:
     def run(self, items: Generator[_T]) -> Generator[_T]:
         """Runs each step of ``items`` in this stream; the first step waits for the current stream.
 
-        A caller that changes neither stream nor device needs no context, which would take the host longer for each
-        tensor than the rest of the step.
+        A step enters no context if this stream and its device are already current, because a context costs the host
+        more than the rest of the step.
         """
         read_place, place = self._read_place, self._place
         if (callers := self._find_callers()) is not None:
@@ -67,7 +67,7 @@ class HomeStream:
                 items.close()
 
     def hand_out(self, tensor: torch.Tensor) -> None:
-        """Makes the current stream wait for the tensor's values, and keeps its memory until that stream has used it."""
+        """Makes the current stream wait for the tensor, and keeps its memory until the current stream has used it."""
         self._hand_to(self._find_callers(), tensor)
 
     def hand_out_last(self, tensor: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class HomeStream:
     def _enter(self, callers: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context of this stream, or only of its device if ``callers`` is None.
 
-        It is needed because another thread may take the next tensor.
+        The device must be set because another thread, with another current device, may take the next tensor.
         """
         if callers is not None:
             context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
@@ -147,8 +147,9 @@ class Streams:
             self._other_loading.synchronize()
 
     def enter_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """Enters the loading stream of turn 0 in another thread; ``wait_for_threads`` makes later gathers wait for its
-        copies.
+        """Enters the loading stream of turn 0 in another thread.
+
+        ``wait_for_threads`` makes later gathers wait for the copies of this thread.
         """
         return self._enter(self._loading)
 

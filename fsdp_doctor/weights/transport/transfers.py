@@ -79,7 +79,7 @@ class TensorTransfer(ABC):
     names: the first name of each tensor that is gathered, in whole or in part.
     nbytes: the peak device memory of the transfer, which includes ``collecting_bytes`` and ``opened_bytes``.
     collecting_bytes: the memory that is needed only during ``collect``.
-    opened_bytes: the memory that is needed once the tensors are copied out.
+    opened_bytes: the memory that is needed only once the tensors are copied out of the gathered memory.
     copied_bytes: the memory that is needed in addition to ``nbytes`` while the tensors are yielded.
     shard_group: the group of the collectives; None if nothing is communicated.
     """
@@ -165,7 +165,10 @@ def take_results(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
 
 
 def materialize(result: Result) -> torch.Tensor:
-    """Returns the full tensor of a result. Call it on the caller's stream, in order for the results of one transfer."""
+    """Returns the full tensor of a result.
+
+    Call it on the caller's stream. The results of one transfer must be passed in their order.
+    """
     return result if isinstance(result, torch.Tensor) else result()
 
 
@@ -304,7 +307,7 @@ class PackedGather(TensorTransfer):
 
 
 class Redistribution(TensorTransfer):
-    """Gather of a DTensor that is not sharded by rows over one group, by DTensor's redistribution.
+    """Gather, by DTensor's redistribution, of a DTensor that is not sharded by rows over one group.
 
     Deltas are added to the full tensor.
     """
@@ -359,9 +362,9 @@ def _count_local(source: Placed) -> int:
 
 
 def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:
-    """Returns the full tensor.
+    """Returns the full tensor of a DTensor.
 
-    A dtype without support is sent as bytes, along an additional dim that is not sharded.
+    A dtype that collectives do not support is sent as bytes, along an additional dim that is not sharded.
     """
     shape, stride, dtype = source.spec.shape, source.stride, local.dtype
     is_carried = dtype in _CARRIED
@@ -384,7 +387,7 @@ _SMALL_PART = 64
 
 @dataclass(frozen=True)
 class _Segment:
-    """Segment of a span that one rank holds: ``numel`` elements from ``start`` on.
+    """Segment of a span that one rank holds: ``numel`` elements from the span's element ``start`` on.
 
     source: the segment's first element in the rank's shard.
     offset: the segment's first element in the rank's row.
@@ -502,7 +505,10 @@ def divide_unit(
 def _take(
     unit: FlatLayout, row: list[_Segment], longest: int, missing: dict[int, int], most_bytes: int, *, must_take: bool
 ) -> list[_Segment]:
-    """Takes up to ``longest`` elements from a rank's row. Adds the tensors that they begin to ``missing``."""
+    """Takes up to ``longest`` elements from a rank's row.
+
+    Adds to ``missing`` each tensor that was not begun before.
+    """
     taken: list[_Segment] = []
     length = 0
     while row and length < longest:
@@ -524,7 +530,7 @@ def _take(
 
 
 class FlatGather(TensorTransfer):
-    """All-gather of a stretch of every rank's shard of an FSDP1 unit, with the copies out of it.
+    """All-gather of a stretch of every rank's shard of an FSDP1 unit; the result is then copied into the tensors.
 
     A tensor gets memory when its first part is copied out.
 
@@ -587,8 +593,9 @@ class FlatGather(TensorTransfer):
 class UnitGather(TensorTransfer):
     """All-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
 
-    The tensors are copied a few at a time when they are yielded, so that two units fit into the memory of one unit and
-    its copy. A tensor that is nearly the whole unit is yielded as a view of the gathered memory.
+    The tensors are copied a few at a time when they are yielded, so the next unit can be gathered in the memory that a
+    copy of the whole unit would take. A tensor that is nearly the whole unit is yielded as a view of the gathered
+    memory.
 
     together_bytes: the number of bytes that are copied at once; a larger tensor is copied alone.
     """

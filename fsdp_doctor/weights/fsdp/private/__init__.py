@@ -64,8 +64,9 @@ class GradientSwitches:
     """Settings of one unit's gradient reduction, as last set; the defaults are torch's.
 
     synchronizes: whether a backward reduces the unit's gradients.
-    all_reduces: whether a backward also reduces them over the replicas.
-    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end.
+    all_reduces: whether a backward also reduces the gradients over the replicas.
+    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at the end
+        of the backward.
     divided_by: the divisor of the gradients as text, if it was set.
     num_ranks: the number of ranks of the unit's mesh, by which torch divides by default.
     """
@@ -106,7 +107,8 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
     Private: ``Module._modules``, ``_parameters`` and ``_buffers``, because the public walk nests a generator for each
     level, and a model of tens of thousands of modules is read for each extraction; ``_non_persistent_buffers_set``,
-    because the only public way to find persistent buffers is ``state_dict()``, which is a method under test.
+    because the only public way to find persistent buffers is ``state_dict()``, which is one of the methods that
+    fsdp-doctor tests.
     """
     modules: list[ModuleTensors] = []
     waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
@@ -122,7 +124,7 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
 
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Returns (modules, names, tensors) of a model, read as cheaply as possible, by which a change is detected.
+    """Returns (modules, names, tensors) of a model, read as cheaply as possible, to detect a change of the model.
 
     ``names`` has the names in each module; the names of submodules that are None are listed a second time. Private:
     ``Module._modules``, ``_parameters`` and ``_buffers``, as in :func:`list_module_tensors`.
@@ -379,8 +381,8 @@ def count_interleaved(placement: Placement) -> int | None:
     dim.
 
     The result is 1 for ``Shard``. Private: ``_StridedShard.split_factor``. ``_StridedShard`` is the placement that
-    ``fully_shard`` gives to a dim that tensor parallelism has already sharded. It is a subclass of Shard only in older
-    versions.
+    ``fully_shard`` gives to a dim that tensor parallelism has already sharded. Only in older versions is
+    ``_StridedShard`` a subclass of Shard.
     """
     if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
         return int(get(placement, "split_factor"))

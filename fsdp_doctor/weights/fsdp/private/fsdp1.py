@@ -29,7 +29,8 @@ class Fsdp1Unit:
 
     prefix: the prefix of the unit's names, empty or ending with a dot.
     names: all names of each parameter, in the order of the flat parameter; tied names come last.
-    shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless unsharded.
+    shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless the unit is
+        unsharded.
     forms: descriptions of parameters that hold codes of a quantization, by first name, see the module ``forms``.
     """
 
@@ -87,12 +88,14 @@ class Fsdp1Unit:
 
     @property
     def has_lost_shard(self) -> bool:
-        """True if the shard is lost: its memory has another length than the unit's shards
-        (``FlatParameter._sharded_size``) or, in a shard group of one and within a step, another dtype than the
-        parameters (``FlatParamHandle._orig_param_dtype``).
+        """True if the unit has lost this rank's shard, because other data has taken the shard's place.
 
-        A manual offload stores the flat parameter as the local shard. If the unit is unsharded at that time, the whole
-        flat parameter takes the shard's place; in a shard group of one, the cast copy with which the unit computes.
+        The shard then has another length than the unit's shards (``FlatParameter._sharded_size``) or, in a shard group
+        of one and within a step, another dtype than the parameters (``FlatParamHandle._orig_param_dtype``).
+
+        A manual offload stores the flat parameter as the local shard. If the unit is unsharded at that time, the
+        shard's place is taken by the whole flat parameter or, in a shard group of one, by the cast copy with which the
+        unit computes.
         """
         shard = self.shard
         if not self.is_sharded:
@@ -250,7 +253,7 @@ class Fsdp1Unit:
 
     @property
     def originals(self) -> list[nn.Parameter]:
-        """Parts of the original parameters that the optimizer has, in the order of the names.
+        """This rank's parts of the original parameters, which an optimizer has, in the order of the names.
 
         Empty without ``use_orig_params``. Private: ``FlatParameter._params``.
         """
@@ -358,12 +361,12 @@ def read_flat_shard(handle: Any) -> torch.Tensor:
     """Reads this rank's shard as torch's next unshard in full precision would read it: 1-D, of the same length on each
     rank.
 
-    While the unit is sharded, this is ``FlatParameter.data``, which ``summon_full_params``, a state dict and, without
-    mixed precision, the forward gather. After lazy initialization under ``CPUOffload(offload_params=True)``, which pins
-    a copy, and after ``Module.cpu()``, it is not the same memory as ``FlatParameter._local_shard``. While the unit is
-    unsharded, the result is ``_local_shard``, to which a reshard returns. With ``use_orig_params``, an original
-    parameter that was given other memory is first written back (``FlatParamHandle._writeback_orig_params``); in this
-    case the result is a copy.
+    While the unit is sharded, the result is ``FlatParameter.data``. This memory is gathered by ``summon_full_params``,
+    by a state dict and, without mixed precision, by the forward. After lazy initialization under
+    ``CPUOffload(offload_params=True)``, which pins a copy, and after ``Module.cpu()``, the result is not in the memory
+    of ``FlatParameter._local_shard``. While the unit is unsharded, the result is ``_local_shard``, to which a reshard
+    returns. With ``use_orig_params``, an original parameter that was given other memory is first written back
+    (``FlatParamHandle._writeback_orig_params``); in this case the result is a copy.
     """
     shard = _find_sharded_flat(handle)
     if replaced := _find_replaced_originals(handle, shard):

@@ -91,8 +91,7 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """Pairs (parameter, whether the unit can gather it) of the parameters whose memory is not what the unit gathers
-        now.
+        """Pairs (parameter, whether the unit can gather it) for parameters in other memory than the unit gathers now.
 
         The unit can gather a parameter from its new memory if the parameter is placed as when it was sharded
         (``FSDPParam._sharding_spec``), has the same dtype (``orig_dtype``), and is contiguous.
@@ -245,7 +244,8 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit then gathers.
+    """Gives each sharded parameter new memory on ``device`` with the same values; the unit then gathers from this
+    memory.
 
     The parameters stay the same objects, because an optimizer refers to them. Private:
     ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``, because the new memory that ``Module.to`` gives has no
@@ -308,8 +308,8 @@ def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
     """Lists (FSDPParam, sharded parameter) for each parameter whose memory is not the memory that its unit gathers.
 
     A unit gathers ``FSDPParam._sharded_param_data``, which is padded; normally the parameter's shard is a part of it.
-    The unit updates it in ``Module._apply``, in a load and at its first forward
-    (``FSDPParamGroup._reset_sharded_params``), so it ignores memory that a parameter is given by
+    The unit updates ``_sharded_param_data`` in ``Module._apply``, in a load and at its first forward
+    (``FSDPParamGroup._reset_sharded_params``), so the unit ignores memory that a parameter is given by
     ``torch.utils.swap_tensors`` or as ``_local_tensor``. If the shard is a tensor subclass, the subclass says which
     memory is gathered.
     """
