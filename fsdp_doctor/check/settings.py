@@ -130,7 +130,7 @@ class Settings:
     def count(self, *keys: str) -> int | None:
         """Reads a number of devices, or counts the devices in a list such as ``[0, 1]`` or ``0,1``.
 
-        Returns None if no key is set, for -1, which means all devices, and for any other word.
+        Returns None if no key is set, for -1 (all devices), and for a word such as ``auto``.
         """
         row = self.find_first(*keys)
         if row is None:

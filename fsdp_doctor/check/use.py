@@ -66,7 +66,9 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """Returns this use with other values on some axes of its scenario and its cases.
+        """Returns this use with the given values on the axes of its scenario and of its cases.
+
+        A use without a scenario is returned unchanged.
 
         because: the reason for all these values.
         """
@@ -96,8 +98,8 @@ class Chosen:
 class OffloadChoice:
     """Offloads of a model.
 
-    ``policy``, ``param`` and ``optimizer`` are the setting or explanation that turns this offload on, or None if the
-    offload is off. ``default`` explains why all offloads are off.
+    ``policy``, ``param`` and ``optimizer`` give the setting that turns this offload on, or an explanation if no setting
+    does so; None if the offload is off. ``default`` explains why all offloads are off.
     """
 
     policy: Because = None

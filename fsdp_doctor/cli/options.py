@@ -35,7 +35,8 @@ _OUTPUTS = "fsdp_doctor.outputs"
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces each parameter of ``command`` that is a dataclass by the dataclass's fields, which typer makes options.
+    """Replaces each parameter of ``command`` that is a dataclass by the dataclass's fields. typer makes an option of
+    each field.
 
     A field's annotation is ``Annotated[type, typer.Option(...)]``. ``PANEL`` of the dataclass names the panel of the
     help that lists its options.

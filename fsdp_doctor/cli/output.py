@@ -67,7 +67,9 @@ def prepare_streams() -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output. A write raises OutputClosed if the reader has closed the pipe, and DoctorFault if it fails."""
+    """Standard output. A write raises OutputClosed if the reader has closed the pipe, and DoctorFault for
+    other errors.
+    """
 
     def write(self, text: str) -> int:
         with self._raise_own_errors():

@@ -240,7 +240,7 @@ class Explanation:
     under_fsdp: whether the failure or any other part of the logs shows that FSDP is in use.
     foreign: a noun for the cause if it is known and is not FSDP; empty otherwise.
     about: a noun for what failed, if the failure is not about FSDP and its message names it; empty otherwise.
-    noted: sentences that quote lines of a log without a whole exception: an error line, a warning of torch's sharding.
+    noted: sentences that quote lines which are no exceptions: an error line, a warning of torch's sharding.
     reading: facts that the logs show about a failure without a certain entry; None if there are none.
     hang: the places of the ranks, if collectives did not end.
     consequences: the number of exceptions that followed from the cause, by the name of the consequence.
@@ -470,8 +470,10 @@ class _Logs:
         return self._add_command(reading, cause.first)
 
     def _note(self, cause: Group | None, showing: Showing, *, is_open: bool) -> Iterator[str]:
-        """Quotes the error line above an open failure, or above a traceback that was cut off; of a log without an
-        exception, the first error line and the first warning of torch's sharding.
+        """Yields sentences that quote an error line and, if the log shows nothing else, a warning of torch's sharding.
+
+        The error line is the last one above the cause or, without a cause, the first one in the log. Yields nothing for
+        a failure that is not open, unless its traceback was cut off.
 
         is_open: whether the failure has neither a sure entry nor a cause other than FSDP.
         """
@@ -486,7 +488,11 @@ class _Logs:
             yield f"A warning of torch.distributed {warning.quoted}. Does the job do what it warns of?"
 
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
-        """Adds the command that shows more about a word of the message, if the reading shows nothing."""
+        """Returns the reading with the command that shows more about a word of the message; makes a reading if it is
+        None.
+
+        A reading that has a contradiction is returned unchanged.
+        """
         topic = write_topic(raised.text)
         if not topic or (reading is not None and reading.clash):
             return reading

@@ -57,7 +57,7 @@ class TableReader:
         self._equal: list[int] = []
 
     def read(self, number: int, raw: str) -> Found | None:
-        """Reads the next line, and returns the symptom that it ends."""
+        """Reads the next line, and returns the symptom that this line completes; None if there is none."""
         if self._columns is None and not has_any(CHANGE_WORDS, raw):
             return None
         cells = raw.replace("|", " ").split()

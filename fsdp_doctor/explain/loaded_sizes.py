@@ -100,7 +100,7 @@ def _relate(a: int, b: int, counts: Sequence[int]) -> tuple[str, str] | None:
 
 
 def _explain_padding(a: int, b: int, counts: Sequence[int]) -> str:
-    """Explains a by shards of b of which each has as many rows as the largest; empty if that is impossible."""
+    """Explains size a as size b with the padding of its shards to equal sizes; empty if no number of shards fits."""
     if a % b == 0:
         return ""
     fitting = [number for number in range(2, _RANKS + 1) if a % number == 0 and number > a - b]

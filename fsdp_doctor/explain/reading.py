@@ -111,7 +111,9 @@ def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
-    """Adds what the circumstances that the log names can mean for the failure."""
+    """Adds the circumstances that the log names to the contradiction, and their possible effects to the
+    deciding step.
+    """
     if not subjects:
         return clash, decide
     shown = (told, raised.text, *raised.frames, *raised.code_of.values())

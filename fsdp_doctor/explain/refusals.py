@@ -224,7 +224,11 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
 
 
 def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
-    """Reads a Python error in a line of a package that does not depend on the tensors."""
+    """Reads a Python error that a line of a package raises by itself, whatever the tensors are.
+
+    The package is neither torch nor the standard library. Returns the contradiction and the deciding step; None for any
+    other error.
+    """
     package, code = find_package(innermost), raised.code_of.get(innermost, "")
     if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
         return None

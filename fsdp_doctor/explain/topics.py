@@ -21,7 +21,9 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_topic(text: str) -> str:
-    """Writes the word of the first topic that the text names, and what decides; empty if it names none."""
+    """Quotes the word of the first topic that the text names, and adds the topic's command; empty if there is
+    no topic.
+    """
     words = _FILE.sub(" ", text)
     for topic in _read_topics():
         for pattern in topic.shown:

@@ -30,10 +30,10 @@ class RunDevice:
 
 
 def resolve(asked: str) -> str:
-    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device.
+    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device; returns other names
+    unchanged.
 
-    ``torch.accelerator.is_available`` calls the accelerator's own Python module, which makes no CUDA context if
-    PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
+    Makes no CUDA context if PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
     """
     import torch
 

@@ -109,7 +109,7 @@ def fuse_attention() -> Iterator[None]:
     """Replaces torch's ``scaled_dot_product_attention`` within the ``with`` block by a function that only allocates
     memory, like a fused kernel.
 
-    torch is patched, because no function mode would be active while the backward recomputes a checkpointed layer.
+    The replacement also acts while the backward recomputes a checkpointed layer.
     """
     original = nn.functional.scaled_dot_product_attention
 

@@ -242,7 +242,7 @@ class RankSession:
 
 
 def _name_in_file(node_id: str) -> str:
-    """Returns a test's name in its file. In pytest 8 the id's first part differs if the file is outside of the root."""
+    """Returns a test's name in its file: the part of the node id after the first ``::``."""
     return node_id.partition("::")[2]
 
 

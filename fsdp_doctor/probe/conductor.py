@@ -32,7 +32,8 @@ class Conductor:
 
     A method that sends an instruction returns after all ranks have carried it out.
 
-    generation: the scenarios' name of the current generation of workers; None between generations.
+    generation: the name of the current generation of workers, given by the scenario that it was started for; None
+        between generations.
     unavailable: maps a framework to the reason why none of its cases can run.
     """
 

@@ -317,7 +317,7 @@ def select_imports(body: list[ast.stmt], used: set[str]) -> str:
 
 
 def read_node_text(source: str, node: ast.stmt) -> str:
-    """Returns the lines of a statement, with its decorators, which are not part of the node's line numbers."""
+    """Returns the lines of a statement, including its decorators."""
     first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
 

@@ -153,7 +153,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
         ]
 
     def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
-        """Finds keys of the other FSDP version, as FullyShardedDataParallelPlugin.__post_init__ treats them."""
+        """Finds keys that belong to the other FSDP version, and values that accelerate refuses with this version."""
         reshard = self.settings.find_first(*_name_keys("reshard_after_forward"))
         if version == 1:
             if reshard and isinstance(reshard.value, bool):
@@ -302,9 +302,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
                 return model
 
     def _find_refused(self) -> Iterator[ConfigFinding]:
-        """Finds settings in a file that make ``accelerate launch`` refuse to start. Flags are text and are
-        not refused.
-        """
+        """Finds settings in a file that make ``accelerate launch`` refuse to start; flags are never refused."""
         engine = self.settings.find_first("distributed_type")
         for row in self.settings:
             is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)

@@ -88,7 +88,9 @@ class SkyRl(FsdpFramework[_Versions]):
         }
 
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists FSDPWeightExtractor after backload_to_gpu, or collect_lora_params for an adapter."""
+        """Lists the actor's extraction after backload_to_gpu: FSDPWeightExtractor, or collect_lora_params for an
+        adapter.
+        """
         if role != "actor":
             return
         if scenario.model.has_adapters:

@@ -83,11 +83,11 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting outside the model's sections, which the trainer follows."""
+        """Finds the setting outside the model's sections that names the strategy; the trainer reads this setting."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting in the model's sections, which the engine followed until PR 5885."""
+        """Finds the setting in the model's sections that names the strategy; the engine read it until PR 5885."""
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
@@ -103,7 +103,7 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
     def find_manual_offloads(self, settings: Settings) -> dict[str, Setting]:
-        """Maps the names of the manual offloads that are on to their settings."""
+        """Returns, by name, the settings of the manual offloads that are on."""
         rows = {
             name: settings.find_first_true(*self.name_keys(name)) for name in ("param_offload", "optimizer_offload")
         }
@@ -129,7 +129,7 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     stages: the model is moved to the device before each sync, whatever the offload.
     stages_policy: the model is also moved under CPUOffloadPolicy.
     stages_fsdp2: the model is also moved if it is an FSDP2 model without adapters.
-    saves_policy_staged: under the policy, a checkpoint is taken after the module was moved.
+    saves_policy_staged: under the policy, a checkpoint is taken after the module was moved to the device.
     saves_whole: the old SFT trainer saves the whole model instead of its shards.
     reads_after_offload: the state dict is read after the module was offloaded again.
     merged_late: a merged adapter is read after the merge was undone.
@@ -463,8 +463,9 @@ def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
 
 
 def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
-    """Chooses non-blocking copies for FSDP1's parameters and the optimizer state, and for FSDP2's parameters since PR
-    7347.
+    """Chooses non-blocking copies for the manual offload of FSDP1's parameters, or of the optimizer state alone.
+
+    Since PR 7347, the manual offload of FSDP2's parameters is non-blocking, too. All other copies are blocking.
     """
     moves_optimizer_alone = offload.optimizer and not offload.param
     moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
