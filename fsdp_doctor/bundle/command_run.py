@@ -264,7 +264,10 @@ def _choose_diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts the command in a new session, so that Ctrl-C reaches only this process."""
+    """Starts the command in a new session, so that Ctrl-C reaches only this process.
+
+    Raises UsageError if the command cannot be started.
+    """
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -200,7 +200,10 @@ def _find_lines(text: str, name: str) -> Callable[[str], str]:
 
 
 def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
-    """Reads the settings of every document that is a mapping."""
+    """Reads the settings of every document that is a mapping.
+
+    Raises UsageError for invalid YAML, and for a text without a mapping.
+    """
     try:
         _check_yaml_size(text, name)
         loader = _LOADER(text)

@@ -86,7 +86,7 @@ class Settings:
         return [self.rows[key] for key in self._below.get(prefix, ())]
 
     def find_first(self, *keys: str) -> Setting | None:
-        """Finds the first of ``keys`` that is set and not null, and follows references."""
+        """Finds the first of ``keys`` that is set and not null, and follows references; None if there is none."""
         for key in keys:
             if key in self.rows and (row := self._follow(self.rows[key])).value is not None:
                 return row
@@ -115,7 +115,7 @@ class Settings:
         return self.find_first(*keys) if self.read_flag(*keys) else None
 
     def read_number(self, *keys: str, default: int | None = None) -> int | None:
-        """Reads a whole number. Raises Unreadable for any other value."""
+        """Reads a whole number; returns ``default`` if no key is set. Raises Unreadable for any other value."""
         row = self.find_first(*keys)
         if row is None:
             return default

@@ -107,7 +107,7 @@ def _print_text(text: str) -> None:
 def _compare_with(
     directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
 ) -> list[Symptom]:
-    """Returns how the checkpoint differs from ``against``, and which of its tensors equal those of ``base``."""
+    """Returns the differences from the checkpoint ``against``, and the tensors that equal the tensors of ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.weights.fingerprints import FingerprintError
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints

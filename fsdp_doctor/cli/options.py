@@ -173,6 +173,8 @@ def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
 def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
     """Reads the expected verdicts that ``--expect`` names: the catalogue (default), a file of expectations, or a
     report.
+
+    With ``strict``, nothing bad is expected. Raises UsageError for ``strict`` together with a value.
     """
     from fsdp_doctor.report.expected_failures import read_expected_failures
     from fsdp_doctor.report.journal import read_report

@@ -26,7 +26,10 @@ def check_writable(file: pathlib.Path) -> None:
 
 
 def write(output: pathlib.Path | None, text: str) -> None:
-    """Writes ``text`` to the file, or to standard output if ``output`` is None."""
+    """Writes ``text`` to the file, or to standard output if ``output`` is None.
+
+    Raises UsageError or DoctorFault if the file cannot be written.
+    """
     if output is None:
         replace_unprintable("replace")
         sys.stdout.write(text)

@@ -501,7 +501,11 @@ class _Logs:
         return replace(reading, decide=f"{reading.decide} {topic}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
-        """Finds the line of the job that led to the cause, in its traceback or in an exception that repeats it."""
+        """Finds the line of the job that led to the cause, in the cause's traceback or in an exception that repeats the
+        cause.
+
+        Returns None if neither shows the line.
+        """
         if cause.call is not None or not cause.first.frames:
             return cause.call
         carrying = (group for group in self._list_groups() if group.carries or group.first.chained)
@@ -522,8 +526,10 @@ class _Logs:
         )
 
     def _find_hang(self) -> Hang | None:
-        """Finds the hang in the first of these sources that shows one: dumps, messages of the watchdog, stacks of the
-        ranks, and tracebacks of ranks that timed out.
+        """Finds the hang in the first source that shows one; None if no source shows a hang.
+
+        The sources are dumps, messages of the watchdog, stacks of the ranks, and tracebacks of ranks that timed out.
+        The last two count only if no exception of the log can be a cause.
         """
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
         if hang := from_dumps or self._watchdog.find_hang():
@@ -533,7 +539,7 @@ class _Logs:
         return (self._stacks.find_hang() or self._find_timed_out()) if only_followed else None
 
     def _find_timed_out(self) -> Hang | None:
-        """Finds the places of the ranks at the timeout of one of them; None if no rank timed out."""
+        """Finds the places of all ranks, from their tracebacks, if one rank timed out; None if no rank timed out."""
         groups = self._list_groups()
         if not any(_is_timeout(group) for group in groups):
             return None
@@ -585,7 +591,7 @@ def _is_timeout(group: Group) -> bool:
 
 
 def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
-    """Returns the group of an exception among the groups of its message; None if it needs a new group.
+    """Returns the group of an exception among the groups of its message; None if the exception needs a new group.
 
     An exception without frames may belong to any group. It joins a group of its rank if there is one, otherwise the
     first group. An exception that was raised while the same message was handled, or because of it, is the same failure.

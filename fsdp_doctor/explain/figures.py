@@ -83,7 +83,9 @@ class TableReader:
 
 
 def _find_columns(cells: Sequence[str]) -> tuple[int, int] | None:
-    """Finds the columns of the run without a resume and of the resumed run in a table's first line."""
+    """Finds the columns of the run without a resume and of the resumed run in a table's first line; None for another
+    line.
+    """
     whole = [at for at, cell in enumerate(cells) if _WHOLE_COLUMN.match(cell)]
     resumed = [at for at, cell in enumerate(cells) if _RESUMED_COLUMN.match(cell)]
     return (whole[0], resumed[0]) if len(whole) == len(resumed) == 1 and len(cells) <= _MAX_COLUMNS else None

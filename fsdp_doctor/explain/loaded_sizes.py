@@ -74,7 +74,9 @@ def read_loaded_sizes(text: str, told: str, shown: str) -> tuple[str, str] | Non
 
 
 def _relate(a: int, b: int, counts: Sequence[int]) -> tuple[str, str] | None:
-    """Relates the sizes of the one dimension in which a loaded weight (a) and its parameter (b) differ.
+    """Finds the arithmetic that relates a loaded weight's size (a) to the parameter's size (b) in one dimension.
+
+    Returns the contradiction and the deciding step; None if no arithmetic relates the sizes.
 
     counts: the numbers of shards that the log names.
     """

@@ -149,7 +149,11 @@ def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[
 
 
 def _choose_installed() -> list[FrameworkFix]:
-    """Chooses the fixes for the frameworks that are installed."""
+    """Chooses the fixes for the installed framework that trains or, without such a framework, for installed libraries.
+
+    Raises UsageError if several frameworks that train are installed, and CannotRun if there is no fix for an installed
+    release.
+    """
     distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
     installed = read_installed_versions(distributions.values())
     present = [framework for framework, distribution in distributions.items() if distribution in installed]
@@ -197,7 +201,10 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command, passes signals to it, and returns its exit code, negative for a signal."""
+    """Runs a command, passes signals to it, and returns its exit code, negative for a signal.
+
+    Raises UsageError if the command cannot be started.
+    """
     jobs: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -74,7 +74,10 @@ class ModelShape:
 
 
 def read_shape(model: nn.Module, name: str) -> ModelShape:
-    """Divides the parameters into FSDP units in the same way as :mod:`fsdp_doctor.case.sharding`."""
+    """Divides the parameters into FSDP units in the same way as :mod:`fsdp_doctor.case.sharding`.
+
+    Raises UsageError for a model without decoder layers.
+    """
     layers = models.find_decoder_layers(model)
     if not layers:
         raise UsageError(

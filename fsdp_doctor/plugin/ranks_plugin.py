@@ -65,7 +65,7 @@ class RanksPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """Passes pytest-timeout's time limit to the ranks. When the limit is reached, their stacks are shown."""
+        """Passes pytest-timeout's time limit to the ranks. When the limit is reached, the ranks' stacks are shown."""
         if not _is_marked(item):
             return None
         item.stash[_LIMIT] = settings.timeout

@@ -69,7 +69,7 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
     def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
-        """Finds the expectation for a case on a version of torch."""
+        """Finds the expectation for a case on a version of torch; None if the case is expected to be ok."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 

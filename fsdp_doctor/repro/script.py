@@ -146,7 +146,9 @@ def choose_mesh(case: Case) -> tuple[int, str]:
 
 
 def _name_config(model: Model) -> str:
-    """Returns the class name of the model's configuration in transformers."""
+    """Returns the class name of the model's configuration in transformers. Raises ValueError for a model without a
+    script.
+    """
     match model:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
             return "Qwen3Config"
@@ -300,7 +302,7 @@ def list_used_names(node: ast.stmt) -> set[str]:
 
 
 def select_imports(body: list[ast.stmt], used: set[str]) -> str:
-    """Writes one import statement for each module that is used, first those of the standard library."""
+    """Writes one import statement for each module that is used, first for modules of the standard library."""
     members: dict[str, set[str]] = {}
     for node in body:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():

@@ -378,7 +378,10 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds the settings of ``fsdp_config`` if it is a JSON text or names a JSON file."""
+        """Adds the settings of ``fsdp_config`` if it is a JSON text or names a JSON file.
+
+        Raises UsageError if there is no such file, and Unreadable if the value contains a variable.
+        """
         row = settings.find_first(_SECTION)
         if row is None or not isinstance(row.value, str) or not row.value:
             return settings
@@ -437,7 +440,11 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         }
 
     def _read_options(self) -> tuple[str, ...]:
-        """Reads the words of ``fsdp``. Raises UsageError for a word that TrainingArguments does not have."""
+        """Reads the words of ``fsdp``.
+
+        Raises UsageError for a word that TrainingArguments does not have, and Unreadable if the value contains a
+        variable.
+        """
         row = self.settings.find_first("fsdp")
         if row is None or row.value is False:
             return ()
@@ -519,7 +526,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts the ranks that the command tells its launcher to start.
+        """Counts the ranks that the command tells its launcher to start; None if the command does not give a number.
 
         accelerate gets the number of ranks on all nodes, torchrun the number on each node.
         """
@@ -547,9 +554,10 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
         return self.make_model_of_all_ranks(role)
 
     def list_ranges(self) -> Sequence[_AxolotlVersions]:
-        """Lists the ranges of versions in question.
+        """Lists the ranges that contain the version; all ranges if no version is given.
 
-        If no version is given but fsdp_version is set, versions before v0.9 are left out, since they do not read it.
+        If no version is given but fsdp_version is set, versions before v0.9 are left out, since they do not read this
+        setting.
         """
         is_newer = self.version is None and "fsdp_version" in self.settings
         return [versions for versions in super().list_ranges() if versions.reads_version or not is_newer]

@@ -83,11 +83,13 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the setting outside the model's sections that names the strategy; the trainer reads this setting."""
+        """Finds the strategy setting outside the model's sections, which the trainer reads; None if it is not set."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the setting in the model's sections that names the strategy; the engine read it until PR 5885."""
+        """Finds the strategy setting in the model's sections, which the engine read until PR 5885; None if it is not
+        set.
+        """
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
@@ -110,7 +112,8 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return {name: row for name, row in rows.items() if row}
 
     def find_adapter(self, settings: Settings) -> Setting | None:
-        """Finds the setting that asks for an adapter: ``lora_rank``, or the path of an adapter.
+        """Finds the setting that asks for an adapter: ``lora_rank``, or the path of an adapter; None without an
+        adapter.
 
         ``lora.rank`` is not considered, since only Megatron reads it.
         """
@@ -428,7 +431,7 @@ class Verl(FsdpFramework[VerlVersions]):
             yield report_known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
 
     def _find_misplaced_offloads(self) -> Iterator[ConfigFinding]:
-        """Finds offloads in sections where verl's FSDP does not read them."""
+        """Finds offloads in sections where verl's FSDP does not read offloads."""
         sections = [section for model in _FACTS.models.values() for section in model.sections]
         for row in self.settings:
             section = row.key.rpartition(".")[0]
@@ -517,7 +520,10 @@ def _asks_for_reference(settings: Settings) -> bool:
 
 
 def _find_unknown_config(settings: Settings) -> Setting | None:
-    """Finds a setting that names a configuration with unknown values: neither verl's own nor one of the given files."""
+    """Finds a setting that names a configuration whose values are unknown; None if there is none.
+
+    The values of verl's own configurations and of the given files are known.
+    """
     path, name = settings.find_first("config_path", "config_dir"), settings.find_first("config_name")
     stem = str(name.value).removesuffix(".yaml") if name else ""
     if any(pathlib.PurePath(row.file).stem == stem for row in settings):
@@ -529,7 +535,10 @@ def _find_unknown_config(settings: Settings) -> Setting | None:
 
 
 def _find_other_engine(settings: Settings) -> Setting | None:
-    """Finds the setting that chooses an engine other than FSDP: a Hydra choice, or a section of that engine."""
+    """Finds the setting that chooses an engine other than FSDP: a Hydra choice, or a section of that engine.
+
+    Returns None if no setting chooses another engine.
+    """
     for row in map(settings.find_first, ("model_engine", "engine")):
         if row is not None and isinstance(row.value, str) and row.value not in _WITH_FSDP:
             return row
