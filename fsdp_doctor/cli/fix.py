@@ -87,8 +87,8 @@ def _read_framework(words: Sequence[str], chosen: Sequence[str], *, dry_run: boo
     """Returns the frameworks whose fixes are wanted: those chosen, or with --dry-run the framework in ``words``.
 
     Raises UsageError if a framework's name stands in the place of the job's command. With --dry-run, raises UsageError
-    for a single word that is neither a framework nor a program, and for a framework in ``words`` besides a chosen
-    framework.
+    for a single word that is neither a framework nor a program, and for a framework in ``words`` if ``chosen`` has
+    frameworks, too.
     """
     from fsdp_doctor.fixes.entry import FIXES, list_fixes
 

@@ -35,8 +35,7 @@ _OUTPUTS = "fsdp_doctor.outputs"
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces each parameter of ``command`` that is a dataclass by the dataclass's fields. typer makes an option of
-    each field.
+    """Replaces each parameter of ``command`` that is a dataclass by the fields, of which typer makes options.
 
     A field's annotation is ``Annotated[type, typer.Option(...)]``. ``PANEL`` of the dataclass names the panel of the
     help that lists its options.

@@ -70,8 +70,9 @@ def prepare_streams() -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output. A write raises OutputClosed if the reader has closed the pipe, and DoctorFault for
-    other errors.
+    """Standard output.
+
+    A write that fails raises OutputClosed if the reader has closed the pipe, otherwise DoctorFault.
     """
 
     def write(self, text: str) -> int:

@@ -488,10 +488,9 @@ class _Logs:
             yield f"A warning of torch.distributed {warning.quoted}. Does the job do what it warns of?"
 
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
-        """Returns the reading with the command that shows more about a word of the message; makes a reading if it is
-        None.
+        """Adds to the reading the command that shows more about a word of the message, and returns the reading.
 
-        A reading that has a contradiction is returned unchanged.
+        If the reading is None, makes a reading. A reading that has a contradiction is returned unchanged.
         """
         topic = write_topic(raised.text)
         if not topic or (reading is not None and reading.clash):
@@ -501,8 +500,7 @@ class _Logs:
         return replace(reading, decide=f"{reading.decide} {topic}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
-        """Finds the line of the job that led to the cause, in the cause's traceback or in an exception that repeats the
-        cause.
+        """Finds the line of the job that led to the cause, in the cause's traceback or in an exception that repeats it.
 
         Returns None if neither shows the line.
         """

@@ -526,8 +526,9 @@ class ExceptionReader:
 
 
 def _find_raise(opened: _Open) -> re.Match[str] | None:
-    """Finds the ``raise`` of the exception that the header names, in the innermost frame's line; None for
-    another line.
+    """Finds the ``raise`` of the exception that the header names, in the innermost frame's line of code.
+
+    Returns None if this line does not raise the exception.
     """
     statement = _RAISE_OF.search(opened.code_of.get(opened.frames[-1], ""))
     return statement if statement is not None and statement["type"] == opened.remote else None

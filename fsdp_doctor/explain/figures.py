@@ -83,8 +83,9 @@ class TableReader:
 
 
 def _find_columns(cells: Sequence[str]) -> tuple[int, int] | None:
-    """Finds the columns of the run without a resume and of the resumed run in a table's first line; None for another
-    line.
+    """Finds the columns of the run without a resume and of the resumed run in a table's first line.
+
+    Returns None if the line does not name each column once.
     """
     whole = [at for at, cell in enumerate(cells) if _WHOLE_COLUMN.match(cell)]
     resumed = [at for at, cell in enumerate(cells) if _RESUMED_COLUMN.match(cell)]

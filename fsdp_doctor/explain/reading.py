@@ -111,9 +111,7 @@ def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
-    """Adds the circumstances that the log names to the contradiction, and their possible effects to the
-    deciding step.
-    """
+    """Adds to the contradiction the circumstances that the log names, and to the deciding step their effects."""
     if not subjects:
         return clash, decide
     shown = (told, raised.text, *raised.frames, *raised.code_of.values())

@@ -94,9 +94,7 @@ class SymptomReader:
                 self._read_line(number, raw, may_be_alone=may_be_alone, is_symptom=is_symptom)
 
     def end(self) -> Reading | None:
-        """Compares the ranks' messages after the end of the log, and returns the symptom that was found; None without
-        one.
-        """
+        """Compares the ranks' messages after the end of the log, and returns the symptom that was found, or None."""
         if self.found is None:
             self._find(self._saves.end() or self._values.end() or self._devices.end())
         return self.found

@@ -151,8 +151,7 @@ def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[
 def _choose_installed() -> list[FrameworkFix]:
     """Chooses the fixes for the installed framework that trains or, without such a framework, for installed libraries.
 
-    Raises UsageError if several frameworks that train are installed, and CannotRun if there is no fix for an installed
-    release.
+    Raises UsageError if several frameworks that train are installed, and CannotRun if no installed release has a fix.
     """
     distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
     installed = read_installed_versions(distributions.values())

@@ -28,9 +28,7 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
 
 
 def name_weights_as_expected(original: Callable[..., Any], checkpoint_folder: Any) -> Any:
-    """Replaces ``_load_distributed_checkpoint``; renames the key of the weights to ``model``, which the
-    caller expects.
-    """
+    """Replaces ``_load_distributed_checkpoint``; gives the weights the key ``model``, which the caller expects."""
     # The only caller in that module is the program that ``python -m`` runs.
     program = getattr(sys.modules["__main__"], "__spec__", None)
     if program is None or program.name != "lightning.pytorch.utilities.consolidate_checkpoint":

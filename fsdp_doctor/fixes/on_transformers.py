@@ -15,9 +15,7 @@ from fsdp_doctor.fixes.moving import is_offloaded
 
 
 def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any) -> Any:
-    """Replaces ``TrainingArguments._process_fsdp_args``; reads ``offload_params``, too, and not only
-    ``cpu_offload``.
-    """
+    """Replaces ``TrainingArguments._process_fsdp_args``; treats ``offload_params`` like ``cpu_offload``."""
     plugin = original(arguments)
     config = arguments.fsdp_config
     if plugin is None or not config.get("offload_params") or "cpu_offload" in config:
@@ -31,9 +29,7 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
 
 
 def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces the last functions of ``from_pretrained``; moves shards under CPUOffloadPolicy to the CPU after the
-    load.
-    """
+    """Replaces the last functions of ``from_pretrained``; then moves shards under CPUOffloadPolicy to the CPU."""
     if not is_offloaded(model):
         return fall_back("a model that is not offloaded", original, model, *arguments)
     loaded = original(model, *arguments)

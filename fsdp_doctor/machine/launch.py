@@ -139,7 +139,7 @@ def choose_num_groups(device: str, nproc: int, num_cases: int) -> int:
 def _call_in_fork(count: Callable[[], int]) -> int:
     """Calls a function in a fork of this process, and returns the result.
 
-    A driver that the function uses is thus not used in this process, whose later forks may need it.
+    This process, which forks the ranks later, thus does not use a device's driver.
     """
     import multiprocessing
     from multiprocessing.context import ForkProcess

@@ -1,5 +1,6 @@
-"""Handles the signals that end a run. The user or the system sends such a signal, or the kernel when the
-parent ends.
+"""Handles the signals that end a run.
+
+The user or the system sends such a signal, or the kernel when the parent process ends.
 """
 
 from __future__ import annotations

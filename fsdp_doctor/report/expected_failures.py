@@ -128,7 +128,7 @@ def make_comparable(text: str) -> str:
 
 
 def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
-    """Yields a sentence for each stale expectation: none of its cases fails as expected, or it matches no case."""
+    """Yields a sentence for each stale expectation, none of whose cases fails as expected, or which matches no case."""
     ids = (*(result.id for result in report.results), *_list_all_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}
     for result in report.results:

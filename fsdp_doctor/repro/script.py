@@ -146,8 +146,9 @@ def choose_mesh(case: Case) -> tuple[int, str]:
 
 
 def _name_config(model: Model) -> str:
-    """Returns the class name of the model's configuration in transformers. Raises ValueError for a model without a
-    script.
+    """Returns the class name of the model's configuration in transformers.
+
+    Raises ValueError for a model without a script.
     """
     match model:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:

@@ -442,8 +442,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
     def _read_options(self) -> tuple[str, ...]:
         """Reads the words of ``fsdp``.
 
-        Raises UsageError for a word that TrainingArguments does not have, and Unreadable if the value contains a
-        variable.
+        Raises UsageError for a word that TrainingArguments does not have, and Unreadable for a value with a variable.
         """
         row = self.settings.find_first("fsdp")
         if row is None or row.value is False:

@@ -83,13 +83,11 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting outside the model's sections, which the trainer reads; None if it is not set."""
+        """Finds the strategy setting outside the model's sections, which the trainer reads; None if not set."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting in the model's sections, which the engine read until PR 5885; None if it is not
-        set.
-        """
+        """Finds the strategy setting in the model's sections, which the engine read until PR 5885; None if not set."""
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
@@ -112,8 +110,7 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return {name: row for name, row in rows.items() if row}
 
     def find_adapter(self, settings: Settings) -> Setting | None:
-        """Finds the setting that asks for an adapter: ``lora_rank``, or the path of an adapter; None without an
-        adapter.
+        """Finds the setting that asks for an adapter, ``lora_rank`` or an adapter's path; None if there is none.
 
         ``lora.rank`` is not considered, since only Megatron reads it.
         """

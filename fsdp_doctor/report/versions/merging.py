@@ -405,9 +405,7 @@ def strip_build(version: str) -> str:
 
 
 def shorten_names(versions: Sequence[str]) -> dict[str, str]:
-    """Maps each version of torch to a short name: its first two numbers if no other version has the same two, else
-    itself.
-    """
+    """Maps each version of torch to a short name: the first two numbers, or the whole version if these are shared."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {
