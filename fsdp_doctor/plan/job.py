@@ -90,8 +90,7 @@ class RoleSetup:
 
     @property
     def views_hold_shards(self) -> bool:
-        """Returns whether the modules' views keep a flat parameter's device memory alive after the parameter has been
-        moved.
+        """Returns whether the modules' views keep a flat parameter's device memory alive after the parameter's move.
 
         The views do so if FSDP1 computes with the flat parameter itself. With ``use_orig_params``, FSDP1 makes new
         views, so that only the views of the last forward keep the memory.
