@@ -209,7 +209,7 @@ def run(
 ) -> CommandRun:
     """Runs ``command``, shows its output, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    Raises UsageError if the command cannot be started.
+    Returns the outcome. Raises UsageError if the command cannot be started.
 
     output: the file for the command's output.
     dumps: a new folder for torch's flight recorder.

@@ -98,7 +98,10 @@ class Settings:
         return "" if row is None else str(row.value)
 
     def read_flag(self, *keys: str, default: bool = False) -> bool:
-        """Reads a truth value, in any spelling that a framework accepts. Raises Unreadable for any other value."""
+        """Reads a truth value, in any spelling that a framework accepts; returns ``default`` if no key is set.
+
+        Raises Unreadable for any other value.
+        """
         row = self.find_first(*keys)
         if row is None:
             return default

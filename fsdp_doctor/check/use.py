@@ -138,13 +138,19 @@ def make_use(
 
 
 def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """Describes an extraction by a method from a model in the scenario."""
+    """Describes an extraction by a method from a model in the scenario.
+
+    staged: whether the framework moves the model to the device before the extraction.
+    """
     staging = Staging.STAGED if staged else Staging.UNSTAGED
     return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
 def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """Describes a load by a method into a model in the scenario, before the model's first step."""
+    """Describes a load by a method into a model in the scenario, before the model's first step.
+
+    staged: whether the framework moves the model to the device before the load.
+    """
     return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 

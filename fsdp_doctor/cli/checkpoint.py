@@ -292,7 +292,9 @@ def convert(
 
 
 def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Calls ``ask``, which imports transformers, in a separate process, so that this process stays small."""
+    """Returns the result of ``ask``, called in a separate process, so that this process does not import
+    transformers.
+    """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

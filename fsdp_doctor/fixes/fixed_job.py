@@ -177,7 +177,10 @@ def _choose_installed() -> list[FrameworkFix]:
 def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
     """Runs a job with fixes on this process's input and output, and passes signals to it.
 
-    Raises UsageError for a command that cannot be started, or whose Python would not execute the fixes.
+    Returns the job's exit code, and the reports and refusals of the job's processes. Raises UsageError for a command
+    that cannot be started, or whose Python would not execute the fixes.
+
+    verify: whether to compare the first sync of each process with the model.
     """
     _refuse_isolated(command)
     fixes = [function.fix for function in functions]

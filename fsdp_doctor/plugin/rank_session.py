@@ -141,7 +141,10 @@ class RankSession:
         return True
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        """Runs the phases of a test. pytest's hooks around it add assertion introspection and warning filters."""
+        """Runs the phases of a test within pytest's hooks, which add assertion introspection and warning filters.
+
+        Returns True, so that pytest does not run the test itself.
+        """
         self._run_phase(item, lambda: self._set_up(item))
         for command in self._commands:
             self._command = command
