@@ -1,4 +1,4 @@
-"""Small helpers for text that every room uses: counts, sizes, shortened lists, first lines."""
+"""Small helpers that write text, used in the whole program: counts, sizes, shortened lists, first lines."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ The command runs unchanged, with this process's standard input. Environment vari
 torch report more about a failure; variables that the user has set are kept.
 
 The ranks write their stacks themselves: ``PYTHONFAULTHANDLER`` switches on Python's faulthandler, which writes the
-stacks of all threads at SIGABRT, after which the process ends. Therefore stacks are taken last, when the command has to
-end anyway. All processes are stopped first; otherwise, the end of the first process would make torchrun end the others,
-or would wake processes that wait for the first.
+stacks of all threads at SIGABRT, after which the process ends. Therefore stacks are taken only when the command has to
+end anyway. All processes are suspended before the signal is sent; otherwise, the end of the first process would make
+torchrun end the others, or would wake processes that wait for the first.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class CommandRun:
     exit_code: negative for a signal; None if this process ended the command.
     seconds: the duration of the run.
     silent: the seconds from the last output to the end.
-    rank_exit_codes: maps the ranks that failed to their exit codes, as torchrun prints them.
+    rank_exit_codes: the exit codes of the failed ranks by rank, as torchrun prints them.
     output: the file with the output.
     dumps: files of torch's flight recorder.
     """
@@ -209,7 +209,7 @@ def run(
 ) -> CommandRun:
     """Runs ``command``, shows its output, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    Raises UsageError if the command cannot be started.
+    Returns the outcome. Raises UsageError if the command cannot be started.
 
     output: the file for the command's output.
     dumps: a new folder for torch's flight recorder.
@@ -264,7 +264,10 @@ def _choose_diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts the command in a new session, so that Ctrl-C reaches only this process."""
+    """Starts the command in a new session, so that Ctrl-C reaches only this process.
+
+    Raises UsageError if the command cannot be started.
+    """
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True

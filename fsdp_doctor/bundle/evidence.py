@@ -84,7 +84,10 @@ def gather(
 
 
 def make_texts(evidence: FailureEvidence) -> dict[str, str]:
-    """Returns the files of a bundle as texts by name, except the case and the report. Private text is not replaced."""
+    """Returns the texts of a bundle by file name, except issue.md, the report, and the files about the case.
+
+    Private text is not replaced.
+    """
     files = {"environment.txt": "\n".join(format_lines(evidence.environment)) + "\n"}
     if evidence.explanation is not None:
         files["explain.txt"] = text.render_text(evidence.explanation, _WIDTH)

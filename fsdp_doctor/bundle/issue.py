@@ -138,7 +138,7 @@ def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
 def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
     """Lists the ranks that raised the cause; if the log shows no such rank, lists failed ranks that torchrun reports.
 
-    From torchrun's summary in a log, only the first failed rank is listed, because torchrun itself ends the others.
+    If torchrun's summary is in a log, lists only the first failed rank, because torchrun itself ends the others.
     """
     explanation = evidence.explanation
     if explanation is not None:

@@ -208,10 +208,10 @@ def _check_as(
 
 
 def _find_packages(version: CheckedVersion) -> dict[str, str]:
-    """Maps the packages on which known failures depend to their versions.
+    """Returns, by name, the versions of the packages on which known failures depend.
 
-    The checked version of the framework comes before the installed version. Returns an empty dict if the user asked for
-    all versions.
+    The framework has the checked version, even if another version is installed. Returns an empty dict if the user asked
+    for all versions.
     """
     if version.source == "not known" and version.asked:
         return {}

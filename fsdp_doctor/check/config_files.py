@@ -134,7 +134,7 @@ def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setti
 
 
 def _read_bytes(argument: str) -> bytes:
-    """Reads the whole file, or stops soon after the size limit."""
+    """Reads the whole file; of a file above the size limit, reads only slightly more than the limit."""
     path = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
     data = b""
     for part in read_parts(path, size=1 << 16):
@@ -200,7 +200,10 @@ def _find_lines(text: str, name: str) -> Callable[[str], str]:
 
 
 def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
-    """Reads the settings of every document that is a mapping."""
+    """Reads the settings of every document that is a mapping.
+
+    Raises UsageError for invalid YAML, and for a text without a mapping.
+    """
     try:
         _check_yaml_size(text, name)
         loader = _LOADER(text)

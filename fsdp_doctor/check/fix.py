@@ -1,8 +1,7 @@
 """Finds one setting to change in a configuration file so that no known problem remains.
 
-If no single change removes every problem, a setting that the remedy of a known failure names is changed. Candidates are
-not chosen by rules: each setting that a finding names is changed in turn, and the result is checked again. Everything
-else in the file stays unchanged.
+Each setting that a finding names is changed in turn, and the changed file is checked. If no single change removes every
+problem, the result is a change that the remedy of a known failure names. Everything else in the file stays unchanged.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ class Fix:
 
 
 def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckResult]) -> Fix | None:
-    """Finds the first change of one setting after which ``check`` succeeds; None if there is none.
+    """Finds the first change of one setting after which ``check`` succeeds, or else a change that removes one failure.
 
-    True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
-    then other settings that determine how the models are trained, except the type of model. If none of these changes
-    is enough, returns the first change that the remedy of a failure names and that removes the failure.
+    A change sets a true setting to false, or removes a setting. Settings that bad findings name are tried first, then
+    other settings that determine how the models are trained, except the type of model. If ``check`` succeeds after none
+    of these changes, returns the first change that the remedy of a failure names and that removes the failure. Returns
+    None if there is no such change either.
 
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """

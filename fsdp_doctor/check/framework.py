@@ -43,7 +43,7 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``sections`` are the sections with the model's FSDP settings. ``policy`` turns on the offload policy;
     ``param_offload`` and ``optimizer_offload`` turn on the framework's manual offloads. ``replicas`` is the number of
     replicas, and ``shard_group`` is the number of ranks that share one replica; a negative number means all ranks.
-    ``adapter`` is a LoRA rank, a flag, or a table. ``path`` names the model.
+    ``adapter`` sets a LoRA rank, a flag, or a table. ``path`` names the model.
     """
 
     sections: Keys = ()
@@ -241,7 +241,7 @@ class FsdpFramework(Framework, Generic[V]):
     def _shard_group(self, keys: KeyTable) -> int:
         """Returns the size of a shard group; -1 means all ranks.
 
-        Raises Unreadable for 0, because verl and SkyRL divide by the size (create_device_mesh).
+        Raises Unreadable for 0, by which verl and SkyRL would divide.
         """
         size = self.settings.read_number(*keys.shard_group)
         if size == 0:

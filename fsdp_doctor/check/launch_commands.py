@@ -101,7 +101,10 @@ def read_script(text: str, name: str) -> Iterator[Setting]:
 
 
 def count_launched_ranks(settings: Settings) -> int | None:
-    """Counts the ranks that the command starts; None if the command does not give the number. Raises Unreadable."""
+    """Counts the ranks that the command starts; None if the command does not give the number.
+
+    Raises Unreadable for a number that cannot be read.
+    """
     if processes := settings.read_number(f"{SECTION}.num_processes"):
         return processes
     per_node, nodes = settings.read_text(*_RANKS_OF_A_NODE), settings.read_text(*_NODES)

@@ -86,7 +86,7 @@ class Settings:
         return [self.rows[key] for key in self._below.get(prefix, ())]
 
     def find_first(self, *keys: str) -> Setting | None:
-        """Finds the first of ``keys`` that is set and not null, and follows references."""
+        """Finds the first of ``keys`` that is set and not null, and follows references; None if there is none."""
         for key in keys:
             if key in self.rows and (row := self._follow(self.rows[key])).value is not None:
                 return row
@@ -98,7 +98,10 @@ class Settings:
         return "" if row is None else str(row.value)
 
     def read_flag(self, *keys: str, default: bool = False) -> bool:
-        """Reads a truth value, in any spelling that a framework accepts. Raises Unreadable for any other value."""
+        """Reads a truth value, in any spelling that a framework accepts; returns ``default`` if no key is set.
+
+        Raises Unreadable for any other value.
+        """
         row = self.find_first(*keys)
         if row is None:
             return default
@@ -115,7 +118,7 @@ class Settings:
         return self.find_first(*keys) if self.read_flag(*keys) else None
 
     def read_number(self, *keys: str, default: int | None = None) -> int | None:
-        """Reads a whole number. Raises Unreadable for any other value."""
+        """Reads a whole number; returns ``default`` if no key is set. Raises Unreadable for any other value."""
         row = self.find_first(*keys)
         if row is None:
             return default
@@ -130,7 +133,7 @@ class Settings:
     def count(self, *keys: str) -> int | None:
         """Reads a number of devices, or counts the devices in a list such as ``[0, 1]`` or ``0,1``.
 
-        Returns None if no key is set, for -1, which means all devices, and for any other word.
+        Returns None if no key is set, for -1 (all devices), and for a word such as ``auto``.
         """
         row = self.find_first(*keys)
         if row is None:

@@ -66,7 +66,9 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """Returns this use with other values on some axes of its scenario and its cases.
+        """Returns this use with the given values on the axes of its scenario and of its cases.
+
+        A use without a scenario is returned unchanged.
 
         because: the reason for all these values.
         """
@@ -96,8 +98,8 @@ class Chosen:
 class OffloadChoice:
     """Offloads of a model.
 
-    ``policy``, ``param`` and ``optimizer`` are the setting or explanation that turns this offload on, or None if the
-    offload is off. ``default`` explains why all offloads are off.
+    ``policy``, ``param`` and ``optimizer`` give the setting that turns this offload on, or an explanation if no setting
+    does so; None if the offload is off. ``default`` explains why all offloads are off.
     """
 
     policy: Because = None
@@ -136,13 +138,19 @@ def make_use(
 
 
 def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """Describes an extraction by a method from a model in the scenario."""
+    """Describes an extraction by a method from a model in the scenario.
+
+    staged: whether the framework moves the model to the device before the extraction.
+    """
     staging = Staging.STAGED if staged else Staging.UNSTAGED
     return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
 def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """Describes a load by a method into a model in the scenario, before the model's first step."""
+    """Describes a load by a method into a model in the scenario, before the model's first step.
+
+    staged: whether the framework moves the model to the device before the load.
+    """
     return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 

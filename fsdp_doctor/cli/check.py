@@ -96,7 +96,7 @@ def check(
 
 
 def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> None:
-    """Prints or writes the changed file, and ends the command.
+    """Prints or writes the changed file, and ends the command. Raises CannotRun if there is no fix.
 
     remedies: maps codes of known failures to their remedies. The changed setting may be only a part of a remedy.
     """

@@ -107,7 +107,7 @@ def _print_text(text: str) -> None:
 def _compare_with(
     directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
 ) -> list[Symptom]:
-    """Returns how the checkpoint differs from ``against``, and which of its tensors equal those of ``base``."""
+    """Returns the differences from the checkpoint ``against``, and the tensors that equal the tensors of ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.weights.fingerprints import FingerprintError
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
@@ -292,7 +292,9 @@ def convert(
 
 
 def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Calls ``ask``, which imports transformers, in a separate process, so that this process stays small."""
+    """Returns the result of ``ask``, called in a separate process, so that this process does not import
+    transformers.
+    """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

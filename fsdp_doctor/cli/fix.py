@@ -86,8 +86,9 @@ def fix(
 def _read_framework(words: Sequence[str], chosen: Sequence[str], *, dry_run: bool) -> Sequence[str]:
     """Returns the frameworks whose fixes are wanted: those chosen, or with --dry-run the framework in ``words``.
 
-    Raises UsageError if a framework's name stands in the place of the job's command, or with --dry-run a word that is
-    neither a framework nor a program.
+    Raises UsageError if a framework's name stands in the place of the job's command. With --dry-run, raises UsageError
+    for a single word that is neither a framework nor a program, and for a framework in ``words`` if ``chosen`` has
+    frameworks, too.
     """
     from fsdp_doctor.fixes.entry import FIXES, list_fixes
 

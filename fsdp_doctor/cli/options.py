@@ -35,7 +35,7 @@ _OUTPUTS = "fsdp_doctor.outputs"
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces each parameter of ``command`` that is a dataclass by the dataclass's fields, which typer makes options.
+    """Replaces each parameter of ``command`` that is a dataclass by the fields, of which typer makes options.
 
     A field's annotation is ``Annotated[type, typer.Option(...)]``. ``PANEL`` of the dataclass names the panel of the
     help that lists its options.
@@ -172,6 +172,8 @@ def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
 def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
     """Reads the expected verdicts that ``--expect`` names: the catalogue (default), a file of expectations, or a
     report.
+
+    With ``strict``, nothing bad is expected. Raises UsageError for ``strict`` together with a value.
     """
     from fsdp_doctor.report.expected_failures import read_expected_failures
     from fsdp_doctor.report.journal import read_report

@@ -26,7 +26,10 @@ def check_writable(file: pathlib.Path) -> None:
 
 
 def write(output: pathlib.Path | None, text: str) -> None:
-    """Writes ``text`` to the file, or to standard output if ``output`` is None."""
+    """Writes ``text`` to the file, or to standard output if ``output`` is None.
+
+    Raises UsageError or DoctorFault if the file cannot be written.
+    """
     if output is None:
         replace_unprintable("replace")
         sys.stdout.write(text)
@@ -67,7 +70,10 @@ def prepare_streams() -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output. A write raises OutputClosed if the reader has closed the pipe, and DoctorFault if it fails."""
+    """Standard output.
+
+    A write that fails raises OutputClosed if the reader has closed the pipe, otherwise DoctorFault.
+    """
 
     def write(self, text: str) -> int:
         with self._raise_own_errors():

@@ -37,6 +37,8 @@ def read_defaults(program: Any) -> dict[str, Any]:
 def _select_defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
     """Returns the defaults of a command; for a group, maps each of its commands to the command's defaults.
 
+    Raises UsageError if ``table`` is not a table, or names a command or an option that does not exist.
+
     where: the header of the table without its closing bracket, for messages.
     """
     if not isinstance(table, dict):

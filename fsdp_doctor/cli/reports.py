@@ -260,7 +260,7 @@ def sweep(
 
 
 class _Signal(BaseException):
-    """A signal that ends the sweep. It is a BaseException because importlib.metadata suppresses every Exception."""
+    """A signal that ends the sweep; no Exception, because importlib.metadata suppresses every Exception."""
 
 
 def _stop(number: int, _: object) -> None:

@@ -240,7 +240,7 @@ class Explanation:
     under_fsdp: whether the failure or any other part of the logs shows that FSDP is in use.
     foreign: a noun for the cause if it is known and is not FSDP; empty otherwise.
     about: a noun for what failed, if the failure is not about FSDP and its message names it; empty otherwise.
-    noted: sentences that quote lines of a log without a whole exception: an error line, a warning of torch's sharding.
+    noted: sentences that quote lines which are no exceptions: an error line, a warning of torch's sharding.
     reading: facts that the logs show about a failure without a certain entry; None if there are none.
     hang: the places of the ranks, if collectives did not end.
     consequences: the number of exceptions that followed from the cause, by the name of the consequence.
@@ -470,8 +470,10 @@ class _Logs:
         return self._add_command(reading, cause.first)
 
     def _note(self, cause: Group | None, showing: Showing, *, is_open: bool) -> Iterator[str]:
-        """Quotes the error line above an open failure, or above a traceback that was cut off; of a log without an
-        exception, the first error line and the first warning of torch's sharding.
+        """Yields sentences that quote an error line and, if the log shows nothing else, a warning of torch's sharding.
+
+        The error line is the last one above the cause or, without a cause, the first one in the log. Yields nothing for
+        a failure that is not open, unless its traceback was cut off.
 
         is_open: whether the failure has neither a sure entry nor a cause other than FSDP.
         """
@@ -486,7 +488,10 @@ class _Logs:
             yield f"A warning of torch.distributed {warning.quoted}. Does the job do what it warns of?"
 
     def _add_command(self, reading: Reading | None, raised: Raised) -> Reading | None:
-        """Adds the command that shows more about a word of the message, if the reading shows nothing."""
+        """Adds to the reading the command that shows more about a word of the message, and returns the reading.
+
+        If the reading is None, makes a reading. A reading that has a contradiction is returned unchanged.
+        """
         topic = write_topic(raised.text)
         if not topic or (reading is not None and reading.clash):
             return reading
@@ -495,7 +500,10 @@ class _Logs:
         return replace(reading, decide=f"{reading.decide} {topic}".strip())
 
     def _find_call(self, cause: Group) -> JobCall | None:
-        """Finds the line of the job that led to the cause, in its traceback or in an exception that repeats it."""
+        """Finds the line of the job that led to the cause, in the cause's traceback or in an exception that repeats it.
+
+        Returns None if neither shows the line.
+        """
         if cause.call is not None or not cause.first.frames:
             return cause.call
         carrying = (group for group in self._list_groups() if group.carries or group.first.chained)
@@ -516,8 +524,10 @@ class _Logs:
         )
 
     def _find_hang(self) -> Hang | None:
-        """Finds the hang in the first of these sources that shows one: dumps, messages of the watchdog, stacks of the
-        ranks, and tracebacks of ranks that timed out.
+        """Finds the hang in the first source that shows one; None if no source shows a hang.
+
+        The sources are dumps, messages of the watchdog, stacks of the ranks, and tracebacks of ranks that timed out.
+        The last two count only if no exception of the log can be a cause.
         """
         from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
         if hang := from_dumps or self._watchdog.find_hang():
@@ -527,7 +537,7 @@ class _Logs:
         return (self._stacks.find_hang() or self._find_timed_out()) if only_followed else None
 
     def _find_timed_out(self) -> Hang | None:
-        """Finds the places of the ranks at the timeout of one of them; None if no rank timed out."""
+        """Finds the places of all ranks, from their tracebacks, if one rank timed out; None if no rank timed out."""
         groups = self._list_groups()
         if not any(_is_timeout(group) for group in groups):
             return None
@@ -579,7 +589,7 @@ def _is_timeout(group: Group) -> bool:
 
 
 def _choose_group(groups: Sequence[Group], raised: Raised) -> Group | None:
-    """Returns the group of an exception among the groups of its message; None if it needs a new group.
+    """Returns the group of an exception among the groups of its message; None if the exception needs a new group.
 
     An exception without frames may belong to any group. It joins a group of its rank if there is one, otherwise the
     first group. An exception that was raised while the same message was handled, or because of it, is the same failure.

@@ -526,7 +526,10 @@ class ExceptionReader:
 
 
 def _find_raise(opened: _Open) -> re.Match[str] | None:
-    """Finds the statement that raised the exception that the header names, at the end of a traceback without it."""
+    """Finds the ``raise`` of the exception that the header names, in the innermost frame's line of code.
+
+    Returns None if this line does not raise the exception.
+    """
     statement = _RAISE_OF.search(opened.code_of.get(opened.frames[-1], ""))
     return statement if statement is not None and statement["type"] == opened.remote else None
 

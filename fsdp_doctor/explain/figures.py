@@ -57,7 +57,7 @@ class TableReader:
         self._equal: list[int] = []
 
     def read(self, number: int, raw: str) -> Found | None:
-        """Reads the next line, and returns the symptom that it ends."""
+        """Reads the next line, and returns the symptom that this line completes; None if there is none."""
         if self._columns is None and not has_any(CHANGE_WORDS, raw):
             return None
         cells = raw.replace("|", " ").split()
@@ -83,7 +83,10 @@ class TableReader:
 
 
 def _find_columns(cells: Sequence[str]) -> tuple[int, int] | None:
-    """Finds the columns of the run without a resume and of the resumed run in a table's first line."""
+    """Finds the columns of the run without a resume and of the resumed run in a table's first line.
+
+    Returns None if the line does not name each column once.
+    """
     whole = [at for at, cell in enumerate(cells) if _WHOLE_COLUMN.match(cell)]
     resumed = [at for at, cell in enumerate(cells) if _RESUMED_COLUMN.match(cell)]
     return (whole[0], resumed[0]) if len(whole) == len(resumed) == 1 and len(cells) <= _MAX_COLUMNS else None

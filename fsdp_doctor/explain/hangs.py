@@ -263,7 +263,7 @@ class WatchdogReader:
     def _find_rank(self, line: Line) -> int | None:
         """Returns the rank in the job from the line's prefix; without a prefix, the rank that the watchdog names.
 
-        The watchdog's rank may be a rank within a group.
+        The watchdog's rank may be a rank within a group. Returns None if the line names no rank, or for too many ranks.
         """
         if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))

@@ -27,9 +27,9 @@ def find_keys(text: str) -> list[list[str]]:
 
 
 def read_load_keys(text: str) -> tuple[str, str] | None:
-    """Compares the missing with the unexpected keys in a message of load_state_dict, as ``compare_keys`` does.
+    """Compares the missing with the unexpected keys in a message of load_state_dict.
 
-    Returns None for any other message.
+    Returns the same as ``compare_keys``; None for any other message.
     """
     lists = {match["kind"]: _QUOTED.findall(match["names"]) for match in _OF_LOAD.finditer(text)}
     if "Missing" not in lists or "Unexpected" not in lists:

@@ -74,7 +74,9 @@ def read_loaded_sizes(text: str, told: str, shown: str) -> tuple[str, str] | Non
 
 
 def _relate(a: int, b: int, counts: Sequence[int]) -> tuple[str, str] | None:
-    """Relates the sizes of the one dimension in which a loaded weight (a) and its parameter (b) differ.
+    """Finds the arithmetic that relates a loaded weight's size (a) to the parameter's size (b) in one dimension.
+
+    Returns the contradiction and the deciding step; None if no arithmetic relates the sizes.
 
     counts: the numbers of shards that the log names.
     """
@@ -100,7 +102,7 @@ def _relate(a: int, b: int, counts: Sequence[int]) -> tuple[str, str] | None:
 
 
 def _explain_padding(a: int, b: int, counts: Sequence[int]) -> str:
-    """Explains a by shards of b of which each has as many rows as the largest; empty if that is impossible."""
+    """Explains size a as size b with the padding of its shards to equal sizes; empty if no number of shards fits."""
     if a % b == 0:
         return ""
     fitting = [number for number in range(2, _RANKS + 1) if a % number == 0 and number > a - b]

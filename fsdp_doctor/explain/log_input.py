@@ -162,7 +162,7 @@ class LogInput:
             raise UsageError(f"{self.name} is empty")
 
     def _decode_texts(self) -> Iterator[str]:
-        """Yields the log as text, without its colours."""
+        """Yields the log as text, without its colours. Raises UsageError for binary data."""
         data = self._read()
         first = next(data, b"")
         if first.startswith(_GZIP):
@@ -219,7 +219,10 @@ def _detect_encoding(first: bytes) -> str:
 
 
 def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Yields the content of a gzip file up to the end of the data. The members of the file are joined."""
+    """Yields the content of a gzip file up to the end of the data. The members of the file are joined.
+
+    Raises UsageError for data that cannot be decompressed.
+    """
     inflate = zlib.decompressobj(wbits=31)
     try:
         for part in data:
@@ -334,7 +337,7 @@ def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int
 
 
 def split_lines(number: int, raw: str) -> list[Line]:
-    """Splits a line into the lines that were joined in it; usually there is only one."""
+    """Splits a line into the lines that were joined in it; returns an unjoined line alone."""
     raw = raw[:_MAX_LINE]
     is_joined = raw.find("[rank", 1) > 0 or "   20" in raw
     return [parse_line(number, piece) for piece in (_JOINT.split(raw) if is_joined else [raw])]

@@ -60,7 +60,10 @@ class NotedLines:
                 del self._errors[_MOST // 2 : -_MOST // 2]
 
     def find_error(self, file: str = "", before: int = 0) -> NotedLine | None:
-        """Returns the last error line above a line of a file, or without a file the first one; None without any."""
+        """Returns the last error line above the given line of a file; without a file, the first error line.
+
+        Returns None if there is no such line.
+        """
         if not file:
             return next(iter(self._errors), None)
         above = (line for line in reversed(self._errors) if line.file == file and line.number < before)

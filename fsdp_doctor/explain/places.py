@@ -214,7 +214,11 @@ def find_call(raised: Raised) -> JobCall | None:
 
 
 def name_called_function(below: Sequence[str], code: str) -> str:
-    """Names the function that a call reached: by the frames below it, or by its line of code for a class."""
+    """Names the function that a call reached, by the frames below the call.
+
+    If these frames do not name a function, as for a call of a class, names the last function that the line of code
+    calls.
+    """
     called = _CALLED.findall(code)
     for frame in below:
         function = find_function(frame)

@@ -158,7 +158,7 @@ class ProseReader:
         return None
 
     def _find_observation(self, sentences: Sequence[_Sentence], meant: Sequence[int], text: str) -> Reading | None:
-        """Returns the reading of the first observation that a sentence shows; None if none of them shows any.
+        """Returns the reading of the first observation that a sentence shows, or None.
 
         meant: the indices of the sentences to search.
         """
@@ -286,7 +286,7 @@ def _find_nearest(events: Sequence[JobEvent], sentences: Sequence[_Sentence]) ->
 
 
 def _measure_gap(event: JobEvent, text: str) -> int:
-    """Measures how far the words for an event stand behind a word such as "after"; `_FAR` without one."""
+    """Measures how far the words for an event stand behind a word such as "after"; ``_FAR`` if nowhere behind it."""
     patterns = (compile_pattern(f"{_STRONG}(?P<event>{_expand(pattern)})") for pattern in event.shown)
     matches = (match for pattern in patterns for match in pattern.finditer(text))
     return min((match.start("event") - match.start() for match in matches), default=_FAR)

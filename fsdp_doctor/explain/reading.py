@@ -93,7 +93,7 @@ def _read_mechanism(raised: Raised, text: str, told: str) -> tuple[str, str, boo
 
 
 def read_other_failure(others: Iterable[Raised], told: str) -> Reading | None:
-    """Returns the facts about the first of other exceptions in the log whose message shows a mechanism."""
+    """Returns the facts about the first of the other exceptions whose message shows a mechanism; None if none does."""
     for raised in others:
         found = _read_mechanism(raised, " ".join((*raised.text.split(), raised.asserted)), told)
         if found and not found[2]:
@@ -111,7 +111,7 @@ def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
-    """Adds what the circumstances that the log names can mean for the failure."""
+    """Adds to the contradiction the circumstances that the log names, and to the deciding step their effects."""
     if not subjects:
         return clash, decide
     shown = (told, raised.text, *raised.frames, *raised.code_of.values())
@@ -130,7 +130,7 @@ def read_version_clash(raised: Raised, versions: Mapping[str, str]) -> Reading |
 
 
 def read_symptom(symptom: Reading | None, told: str) -> Reading | None:
-    """Adds to a symptom the causes that circumstances of the log suggest."""
+    """Adds to a symptom the causes that circumstances of the log suggest; None if there is no symptom."""
     if symptom is None:
         return None
     names, causes = find_causes(told, symptom.subjects)

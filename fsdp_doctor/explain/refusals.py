@@ -92,7 +92,10 @@ _CONTAINERS = frozenset({"list", "tuple", "dict", "set", "generator"})
 
 
 def read_versions(raised: Raised, versions: Mapping[str, str]) -> tuple[str, str] | None:
-    """Reads a failed import or lookup of a name in another package; returns the contradiction and the deciding step."""
+    """Reads a failed import or lookup of a name in another package, or a call with arguments that do not fit.
+
+    Returns the contradiction and the deciding step; None for any other failure.
+    """
     if required := _REQUIRED.search(raised.message):
         return _read_required(required, versions)
     match = next((match for pattern in _IMPORTED if (match := pattern.match(raised.text))), None)
@@ -224,7 +227,11 @@ def read_refusal(raised: Raised, call: JobCall | None) -> tuple[str, str] | None
 
 
 def _read_mistake(raised: Raised, innermost: str) -> tuple[str, str] | None:
-    """Reads a Python error in a line of a package that does not depend on the tensors."""
+    """Reads a Python error that a line of a package raises by itself, whatever the tensors are.
+
+    The package is neither torch nor the standard library. Returns the contradiction and the deciding step; None for any
+    other error.
+    """
     package, code = find_package(innermost), raised.code_of.get(innermost, "")
     if package in ("", "torch", "python") or not code or not _OF_PYTHON.search(raised.text):
         return None
@@ -253,7 +260,7 @@ def _read_operation(raised: Raised, call: JobCall, inside: str, code: str) -> tu
 
 
 def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
-    """Returns the same as ``_read_operation``, for an operation on tensors that a line of the job itself called."""
+    """Returns the same as ``_read_operation`` for an operation that a line of the job itself called on tensors."""
     frame = raised.frames[-1]
     code = raised.code_of.get(frame, "")
     if find_package(frame) or _DELIBERATE.match(code) or not _OF_TENSORS.search(raised.message):
@@ -263,7 +270,10 @@ def _read_own_operation(raised: Raised) -> tuple[str, str] | None:
 
 
 def _read_bare_refusal(raised: Raised) -> tuple[str, str] | None:
-    """Reads a message without a traceback that names the function which refused a call."""
+    """Reads a message without a traceback that names the function which refused a call.
+
+    Returns the contradiction and the deciding step; None for any other message.
+    """
     if raised.type not in _OF_CHECKS or (named := _NAMED_FUNCTION.search(raised.message)) is None:
         return None
     clash = f"`{named[0]}` refuses the call: {shorten(raised.message)}"

@@ -26,13 +26,13 @@ class SaveReader:
         self._last_saved: dict[str, int] = {}
 
     def read(self, number: int, text: str, source: str) -> Found | None:
-        """Reads the next line that names a save, and returns the symptom that this line completes; None without one."""
+        """Reads the next line that names a save, and returns the symptom that this line completes, or None."""
         found = self._compare_directories(number, text, source)
         self._count_save(number, text, source)
         return found
 
     def _compare_directories(self, number: int, text: str, source: str) -> Found | None:
-        """Compares the directories to which the ranks say that they save: two names mean two checkpoints."""
+        """Returns the symptom that two ranks save to directories whose paths differ in one part, or None."""
         saved, rank = _SAVED_TO.search(text), RANK.search(text)
         source = source or (rank[0].strip("[]") if rank else "")
         if saved is None or not source or "rank" in saved["path"]:

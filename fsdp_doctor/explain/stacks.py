@@ -197,7 +197,10 @@ class StackReader:
 
 
 def make_waiting(rank: int, frames: Sequence[str], *, is_process: bool = False) -> Waiting:
-    """Describes where a rank waits. ``frames`` is its stack, the outermost frame first."""
+    """Describes where a rank waits. ``frames`` is the rank's stack, the outermost frame first.
+
+    is_process: whether ``rank`` is the id of a process, because the rank is not known.
+    """
     at = next((at for at in range(len(frames) - 1, -1, -1) if find_package(frames[at]) not in ("torch", "python")), -1)
     below = frames[at + 1 :]
     is_collective = any(map(_OF_TORCH_DISTRIBUTED.search, below))

@@ -94,7 +94,7 @@ class SymptomReader:
                 self._read_line(number, raw, may_be_alone=may_be_alone, is_symptom=is_symptom)
 
     def end(self) -> Reading | None:
-        """Compares the messages of the ranks after the end of the log, and returns the symptom that was found."""
+        """Compares the ranks' messages after the end of the log, and returns the symptom that was found, or None."""
         if self.found is None:
             self._find(self._saves.end() or self._values.end() or self._devices.end())
         return self.found
@@ -132,7 +132,7 @@ class SymptomReader:
                 self._find(Found(*shown, (number,)), mechanism.subjects)
 
     def _read_keys(self, number: int, text: str) -> Found | None:
-        """Compares the names of two lists in one line, or in two lines near each other."""
+        """Compares two lists of names in one line, or in two lines near each other; None if they show no symptom."""
         lists = find_keys(text)
         if len(lists) == 1 and self._keys is not None and number - self._keys[1] < NEAR:
             lists = [self._keys[0], *lists]

@@ -275,8 +275,9 @@ def _came_first(other: Raised, cause: Group | None) -> bool:
 
 
 def _name_raising_ranks(group: Group) -> str:
-    """Names the ranks that raised the exception; if they are not known, says how often it was raised, if more than
-    once.
+    """Names the ranks that raised the exception.
+
+    If the ranks are not known, says how often the exception was raised; empty if it was raised once.
     """
     sources = sorted((source for source in group.sources if source), key=_make_natural_key)
     if not sources:
@@ -413,7 +414,7 @@ def make_remedy_command(entry: KnownFailure) -> str:
 
 
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
-    """Renders the certain entry or the first likely entries whole; of possible entries, only the open questions."""
+    """Renders the certain entry, or the first likely entries, in full; of possible entries, only the open questions."""
     matches = explanation.matches
     places = _join_places(explanation)
     grade = matches[0].grade

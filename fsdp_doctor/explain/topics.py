@@ -21,7 +21,7 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_topic(text: str) -> str:
-    """Writes the word of the first topic that the text names, and what decides; empty if it names none."""
+    """Quotes the first word in the text that has a topic, and adds the topic's command; empty without a topic."""
     words = _FILE.sub(" ", text)
     for topic in _read_topics():
         for pattern in topic.shown:

@@ -101,7 +101,7 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def hold_fix(id: str) -> Iterator[AppliedFix]:
-    """Applies a fix until the block ends. A fix that was applied before stays applied.
+    """Applies a fix until the block ends. A fix that was applied before the block stays applied.
 
     Raises the same errors as :func:`apply`.
     """

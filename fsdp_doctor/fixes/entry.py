@@ -30,7 +30,7 @@ class FrameworkFix:
     replacement: the replacing function, as ``module:name``.
     on_every_rank: whether every rank of a job calls the function.
     places: texts, one of which a traceback of the failure contains; if empty, the function's name.
-    clue: if no traceback shows the function, the fact about a run that is required instead of a place.
+    clue: the fact about a run that must be known, for a function that no traceback shows; else None.
 
     The replacement is called with the original, followed by the original's arguments. For a case that it does not
     cover, it calls the original through :func:`fsdp_doctor.fixes.applying.fall_back`.

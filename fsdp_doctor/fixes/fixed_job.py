@@ -149,7 +149,10 @@ def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[
 
 
 def _choose_installed() -> list[FrameworkFix]:
-    """Chooses the fixes for the frameworks that are installed."""
+    """Chooses the fixes for the installed framework that trains or, without such a framework, for installed libraries.
+
+    Raises UsageError if several frameworks that train are installed, and CannotRun if no installed release has a fix.
+    """
     distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
     installed = read_installed_versions(distributions.values())
     present = [framework for framework, distribution in distributions.items() if distribution in installed]
@@ -174,7 +177,10 @@ def _choose_installed() -> list[FrameworkFix]:
 def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
     """Runs a job with fixes on this process's input and output, and passes signals to it.
 
-    Raises UsageError for a command that cannot be started, or whose Python would not execute the fixes.
+    Returns the job's exit code, and the reports and refusals of the job's processes. Raises UsageError for a command
+    that cannot be started, or whose Python would not execute the fixes.
+
+    verify: whether to compare the first sync of each process with the model.
     """
     _refuse_isolated(command)
     fixes = [function.fix for function in functions]
@@ -197,7 +203,10 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs a command, passes signals to it, and returns its exit code, negative for a signal."""
+    """Runs a command, passes signals to it, and returns its exit code, negative for a signal.
+
+    Raises UsageError if the command cannot be started.
+    """
     jobs: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

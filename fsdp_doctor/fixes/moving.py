@@ -38,9 +38,9 @@ def is_uneven(model: nn.Module) -> bool:
 
 
 def offload_uneven_shards(original: Callable[..., Any], model: nn.Module, empty_cache: bool = True) -> Any:
-    """Replaces verl's and SkyRL's ``offload_fsdp2_model_to_cpu``.
+    """Replaces verl's and SkyRL's ``offload_fsdp2_model_to_cpu``; waits until uneven shards are copied.
 
-    The original copies without blocking, and FSDP2 pads uneven shards before the copies have arrived.
+    The original copies without blocking, so that FSDP2 pads uneven shards before the copies have arrived.
     """
     if not is_uneven(model):
         return fall_back("a model whose shards are even", original, model, empty_cache=empty_cache)

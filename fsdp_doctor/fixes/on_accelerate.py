@@ -31,9 +31,10 @@ def load_full_state(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Replaces ``_set_model_state_dict`` for a full state dict, which it loads with ``load_full_tensors``.
+    """Replaces ``_set_model_state_dict``; loads a full state dict with ``load_full_tensors``.
 
-    Under FSDP2 only rank 0 has the full state dict; under FSDP1 every rank has it.
+    Under FSDP2, only rank 0 has the full state dict. Under FSDP1, every rank has it, and only adapters are loaded in
+    this way. Raises LoadError if no tensor of the state dict belongs to the adapter.
     """
 
     def leave(reason: str) -> Any:

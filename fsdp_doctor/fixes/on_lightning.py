@@ -13,7 +13,10 @@ from fsdp_doctor.fixes.moving import is_offloaded, move_unsharded
 
 
 def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
-    """Replaces ``ModelParallelStrategy.model_to_device``, which moves shards that CPUOffloadPolicy keeps on the CPU."""
+    """Replaces ``ModelParallelStrategy.model_to_device``; moves only the tensors that FSDP2 does not shard.
+
+    The original also moves the shards that CPUOffloadPolicy keeps on the CPU.
+    """
     model = strategy.model
     if not is_offloaded(model):
         return fall_back("a model with units that are not offloaded", original, strategy)
@@ -25,7 +28,7 @@ def keep_offloaded_shards(original: Callable[..., Any], strategy: Any) -> Any:
 
 
 def name_weights_as_expected(original: Callable[..., Any], checkpoint_folder: Any) -> Any:
-    """Replaces ``_load_distributed_checkpoint``, whose caller expects FSDPStrategy's key ``model`` for the weights."""
+    """Replaces ``_load_distributed_checkpoint``; gives the weights the key ``model``, which the caller expects."""
     # The only caller in that module is the program that ``python -m`` runs.
     program = getattr(sys.modules["__main__"], "__spec__", None)
     if program is None or program.name != "lightning.pytorch.utilities.consolidate_checkpoint":

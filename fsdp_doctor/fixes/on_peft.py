@@ -20,10 +20,10 @@ def take_adapter_within_fsdp1(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Replaces ``get_peft_model_state_dict``, which looks up names of modules in the state dict.
+    """Replaces ``get_peft_model_state_dict``; looks up the adapter's modules by their names without FSDP1's wrappers.
 
-    The names in a state dict of FSDP1 do not contain the wrappers, so the original finds nothing. If a state dict is
-    given, nothing is gathered, because callers give a state dict on a single rank only.
+    The original looks up names with the wrappers, which a state dict of FSDP1 does not contain, and so finds nothing.
+    If a state dict is given, nothing is gathered, because callers give a state dict on a single rank only.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return fall_back("a model that FSDP1 does not shard", original, model, state_dict, *arguments, **options)

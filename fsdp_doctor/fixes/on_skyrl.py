@@ -13,7 +13,10 @@ from fsdp_doctor.weights.extract import full_tensors
 
 
 def collect_adapter(original: Callable[..., Any], model: nn.Module) -> Any:
-    """Replaces ``layered_summon_lora_params``, which gives peft the state dicts of single layers."""
+    """Replaces ``layered_summon_lora_params``; returns the adapter's full tensors on the CPU.
+
+    The original gives peft the state dicts of single layers.
+    """
     try:
         with full_tensors(model, lora="adapter") as tensors:
             return OrderedDict((name, tensor.cpu()) for name, tensor in tensors)
@@ -22,7 +25,7 @@ def collect_adapter(original: Callable[..., Any], model: nn.Module) -> Any:
 
 
 def tie_before_sharding(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces ``apply_fsdp2``, whose model has lost its tied weights: the move to the meta device separates them."""
+    """Replaces ``apply_fsdp2``; first ties the weights again that the move to the meta device has separated."""
     if not model.config.tie_word_embeddings:
         return fall_back("a model without tied weights", original, model, *arguments)
     model.tie_weights()

@@ -15,7 +15,7 @@ from fsdp_doctor.fixes.moving import is_offloaded
 
 
 def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any) -> Any:
-    """Replaces ``TrainingArguments._process_fsdp_args``, which reads ``cpu_offload`` but ignores ``offload_params``."""
+    """Replaces ``TrainingArguments._process_fsdp_args``; treats ``offload_params`` like ``cpu_offload``."""
     plugin = original(arguments)
     config = arguments.fsdp_config
     if plugin is None or not config.get("offload_params") or "cpu_offload" in config:
@@ -29,7 +29,7 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
 
 
 def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
-    """Replaces the last functions of ``from_pretrained``, which leave shards under CPUOffloadPolicy on the device."""
+    """Replaces the last functions of ``from_pretrained``; then moves shards under CPUOffloadPolicy to the CPU."""
     if not is_offloaded(model):
         return fall_back("a model that is not offloaded", original, model, *arguments)
     loaded = original(model, *arguments)
@@ -43,7 +43,10 @@ def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments
 
 
 def begin_with_backend_for_cpu(original: Callable[..., Any], distributed_config: Any) -> Any:
-    """Replaces ``initialize_distributed_mesh``, whose process group cannot reduce the norm of offloaded gradients."""
+    """Replaces ``initialize_distributed_mesh``; first makes a process group with gloo, too, if the model is offloaded.
+
+    The original's process group cannot reduce the norm of offloaded gradients.
+    """
     device = torch.accelerator.current_accelerator()
     backend = read_global(original, "DISTRIBUTED_BACKEND_MAP").get(device.type) if device is not None else None
     is_offloaded = distributed_config.fsdp_cpu_offload and distributed_config.fsdp_size > 1

@@ -73,7 +73,10 @@ def _send(
 
 
 def leave_shards_to_policy(original: Callable[..., Any], model: nn.Module) -> Any:
-    """Replaces ``load_fsdp2_model_to_gpu``, which moves shards that CPUOffloadPolicy keeps on the CPU."""
+    """Replaces ``load_fsdp2_model_to_gpu``; moves only the tensors that FSDP2 does not shard.
+
+    The original also moves the shards that CPUOffloadPolicy keeps on the CPU.
+    """
     if not is_offloaded(model):
         return fall_back("a model of which some units are not offloaded", original, model)
     move_unsharded(model, read_global(original, "get_device_id")())

@@ -36,7 +36,7 @@ def list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
 def check_sent(
     original: Callable[..., Any], tensors: Iterable[tuple[str, torch.Tensor]], compute: Callable[[], Fingerprints]
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """Returns the tensors; under ``fix --verify``, those of the first call are compared with the model while they pass.
+    """Returns the tensors; under ``fix --verify``, compares the first call's tensors with the model as they pass.
 
     compute: a function that computes the fingerprints of the model's shards. Every rank calls it before a tensor is
         gathered.

@@ -57,7 +57,10 @@ class Evidence:
 
     @property
     def places(self) -> str:
-        """The traceback, the line of code, and each call in that line as a frame, because C++ has no Python frames."""
+        """The traceback, the line of code, and each call in that line written as a frame.
+
+        A function in C++ has no Python frame, and shows only as such a call.
+        """
         called = [f"in {name}" for name in _CALLED.findall(self.code)]
         return "\n".join(filter(None, (self.traceback, self.code, *called)))
 

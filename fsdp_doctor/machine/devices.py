@@ -30,10 +30,9 @@ class RunDevice:
 
 
 def resolve(asked: str) -> str:
-    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device.
+    """Returns the type of device for a name: for ``auto`` the accelerator that torch finds, else the emulated device.
 
-    ``torch.accelerator.is_available`` calls the accelerator's own Python module, which makes no CUDA context if
-    PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
+    Any other name is returned unchanged. Makes no CUDA context if PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
     """
     import torch
 

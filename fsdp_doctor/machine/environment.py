@@ -89,7 +89,10 @@ class EnvironmentFacts(TypedDict, total=False):
 
 
 def collect_without_torch(host_name: bool = False) -> EnvironmentFacts:
-    """Collects the facts for which torch is not needed."""
+    """Collects the facts for which torch is not needed.
+
+    host_name: whether to include the name of the host.
+    """
     facts: EnvironmentFacts = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -121,7 +124,10 @@ def collect_of_torch() -> EnvironmentFacts:
 
 
 def collect(host_name: bool = False) -> EnvironmentFacts:
-    """Collects all facts. torch is imported in a separate process, because a failing import is a fact, too."""
+    """Collects all facts. torch is imported in a separate process, because a failing import is a fact, too.
+
+    host_name: whether to include the name of the host.
+    """
     program = (
         "import json; from fsdp_doctor.machine.environment import collect_of_torch; "
         "print(json.dumps(collect_of_torch()))"

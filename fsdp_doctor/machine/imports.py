@@ -18,7 +18,7 @@ _KEEP_WHAT_IS_INSTALLED = ("transformers.utils.import_utils", "accelerate.utils.
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Excludes from garbage collection all objects that imports in this block create, permanently and also in forks.
+    """Excludes from garbage collection the objects that imports in this block create, for good, and also in forks.
 
     Otherwise the garbage collector would traverse all these objects again and again while their number grows.
     """

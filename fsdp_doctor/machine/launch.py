@@ -137,7 +137,10 @@ def choose_num_groups(device: str, nproc: int, num_cases: int) -> int:
 
 
 def _call_in_fork(count: Callable[[], int]) -> int:
-    """Calls a function in a fork, because a driver may refuse to work in forks of a process that has used it."""
+    """Calls a function in a fork of this process, and returns the result.
+
+    This process, which forks the ranks later, thus does not use a device's driver.
+    """
     import multiprocessing
     from multiprocessing.context import ForkProcess
 

@@ -1,4 +1,7 @@
-"""Handles the signals that end a run. A signal comes from the user, from the system, or at the parent's end."""
+"""Handles the signals that end a run.
+
+The user or the system sends such a signal, or the kernel when the parent process ends.
+"""
 
 from __future__ import annotations
 

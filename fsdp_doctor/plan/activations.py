@@ -127,10 +127,10 @@ class _Recorder:
         self._live.forget_highest()
 
     def close_backward(self) -> None:
-        """Ends the trace of the backward.
+        """Ends the trace of the backward, and the segment of a first layer that takes tokens.
 
-        A first layer that takes tokens, such as BERT's embeddings, has no input gradient whose hook would end the
-        layer's backward.
+        The input of such a layer, for example BERT's embeddings, has no gradient whose hook would end the segment.
+        Raises ValueError if the backward does not go through one of the other layers.
         """
         reached = {segment.place for segment in self.segments if segment.of == "backward"}
         first = self._places[0]

@@ -227,7 +227,10 @@ def _read_positive(settings: Settings, *keys: str) -> int | None:
 
 
 def _read_launched_count(settings: Settings, *keys: str) -> int | None:
-    """Reads a count from a launch command; None for words such as gpu, auto or -1, and for shell variables."""
+    """Reads a count from a launch command; None for words such as gpu, auto or -1, and for shell variables.
+
+    Raises Unreadable for a number below 1.
+    """
     count = settings.count(*keys)
     if count is not None and count < 1:
         raise Unreadable(f"{settings.find_first(*keys)} must be at least 1")

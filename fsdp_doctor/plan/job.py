@@ -90,9 +90,10 @@ class RoleSetup:
 
     @property
     def views_hold_shards(self) -> bool:
-        """Returns whether the modules' views keep a flat parameter's device memory alive after it has been moved.
+        """Returns whether the modules' views keep a flat parameter's device memory alive after the parameter's move.
 
-        With ``use_orig_params`` FSDP1 makes new views, so that only the views of the last forward keep the memory.
+        The views do so if FSDP1 computes with the flat parameter itself. With ``use_orig_params``, FSDP1 makes new
+        views, so that only the views of the last forward keep the memory.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 

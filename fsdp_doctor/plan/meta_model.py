@@ -74,7 +74,10 @@ class ModelShape:
 
 
 def read_shape(model: nn.Module, name: str) -> ModelShape:
-    """Divides the parameters into FSDP units in the same way as :mod:`fsdp_doctor.case.sharding`."""
+    """Divides the parameters into FSDP units in the same way as :mod:`fsdp_doctor.case.sharding`.
+
+    Raises UsageError for a model without decoder layers.
+    """
     layers = models.find_decoder_layers(model)
     if not layers:
         raise UsageError(
@@ -109,7 +112,7 @@ def fuse_attention() -> Iterator[None]:
     """Replaces torch's ``scaled_dot_product_attention`` within the ``with`` block by a function that only allocates
     memory, like a fused kernel.
 
-    torch is patched, because no function mode would be active while the backward recomputes a checkpointed layer.
+    The replacement also acts while the backward recomputes a checkpointed layer.
     """
     original = nn.functional.scaled_dot_product_attention
 

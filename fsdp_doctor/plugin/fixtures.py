@@ -169,7 +169,10 @@ class FsdpCase:
         self._raise_if_bad()
 
     def _train_and_prepare(self, trainer: Trainer) -> Trainer | None:
-        """Trains a prepared model for one step and prepares it again, with its new weights as the reference."""
+        """Trains a prepared model for one step, and prepares it again with the model's new weights as the reference.
+
+        Returns None if the step or the preparation raised.
+        """
         with self._steps.record_exceptions():
             self._steps.recorder.enter("next step")
             self._steps.train_on(trainer)

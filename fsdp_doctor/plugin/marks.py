@@ -135,7 +135,10 @@ def _read_values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
 
 
 def _list_scenarios(node: pytest.Item) -> list[Scenario]:
-    """Lists every combination of the values that the mark names. The other axes have their defaults."""
+    """Lists every combination of the values that the mark names. The other axes have their defaults.
+
+    Raises UsageError for an invalid mark.
+    """
     mark = node.get_closest_marker("fsdp")
     assert mark is not None
     if mark.args:

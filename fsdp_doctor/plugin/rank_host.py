@@ -145,7 +145,7 @@ Answer: TypeAlias = PhaseAnswer | Refusal
 
 
 class RankHost:
-    """The supervising process. It starts at once, but must import torch, so its first answer may take seconds."""
+    """The supervising process. The process must first import torch, so the first answer may take seconds."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))

@@ -141,7 +141,10 @@ class RankSession:
         return True
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        """Runs the phases of a test. pytest's hooks around it add assertion introspection and warning filters."""
+        """Runs the phases of a test within pytest's hooks, which add assertion introspection and warning filters.
+
+        Returns True, so that pytest does not run the test itself.
+        """
         self._run_phase(item, lambda: self._set_up(item))
         for command in self._commands:
             self._command = command
@@ -242,7 +245,7 @@ class RankSession:
 
 
 def _name_in_file(node_id: str) -> str:
-    """Returns a test's name in its file. In pytest 8 the id's first part differs if the file is outside of the root."""
+    """Returns a test's name in its file: the part of the node id after the first ``::``."""
     return node_id.partition("::")[2]
 
 

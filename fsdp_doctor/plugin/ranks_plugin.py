@@ -65,7 +65,7 @@ class RanksPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """Passes pytest-timeout's time limit to the ranks. When the limit is reached, their stacks are shown."""
+        """Passes pytest-timeout's time limit to the ranks. When the limit is reached, the ranks' stacks are shown."""
         if not _is_marked(item):
             return None
         item.stash[_LIMIT] = settings.timeout
@@ -187,7 +187,10 @@ class PhaseOutcome:
 
     @property
     def alike(self) -> bool:
-        """Returns whether every rank ended in the same way; a bad verdict must name all ranks."""
+        """Returns whether every rank ended in the same way.
+
+        This is so if all ranks or none were skipped, all or none xfailed, and a bad verdict names all ranks.
+        """
         same = len(self.skipped) in (0, self.num_ranks) and len(self.xfailed) in (0, self.num_ranks)
         return same and (not self.verdict.bad or len(self.verdict.ranks) == self.num_ranks)
 

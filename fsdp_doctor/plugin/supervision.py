@@ -128,7 +128,7 @@ class Supervision:
     def _stop_if_pytest_ended(self) -> None:
         """Raises Interrupted if pytest has ended.
 
-        pytest sends nothing while it waits, so any readable data are the end of the connection.
+        Call this method only while pytest waits for an answer, and so sends nothing.
         """
         if self._connection.poll():
             raise Interrupted("pytest has ended")

@@ -167,7 +167,10 @@ def _connect_to_groups(group: launch.RankGroup) -> dist.Store:
 
 
 def _run_beside(conductor: Conductor, shared: SharedCases, run: Callable[[Iterable[int]], Iterator[CaseResult]]) -> int:
-    """Runs the cases of a group other than the first, and sends their results to the first group."""
+    """Runs the cases of a group other than the first, and sends their results to the first group.
+
+    Reports an error to the first group, and always returns EXIT_OK.
+    """
     try:
         for result in run(shared.take()):
             shared.post(result)

@@ -32,7 +32,8 @@ class Conductor:
 
     A method that sends an instruction returns after all ranks have carried it out.
 
-    generation: the scenarios' name of the current generation of workers; None between generations.
+    generation: the name of the current generation of workers, given by the scenario that it was started for; None
+        between generations.
     unavailable: maps a framework to the reason why none of its cases can run.
     """
 
@@ -111,6 +112,7 @@ def run_cases(
 ) -> Iterator[CaseResult]:
     """Yields a result for each numbered case, in order. A number is an index into ``cases``, the job's list.
 
+    confirm: whether each bad case runs a second time, in new workers.
     scenarios_apart: whether each scenario gets new workers, so that no other scenario holds memory in them.
     """
     examiner = _Examiner(conductor, cases, world_size)
@@ -162,7 +164,10 @@ class _Examiner:
         self._unsupported: dict[AnyScenario, Verdict] = {}
 
     def examine(self, number: int) -> CaseResult:
-        """Runs the case with this number. If every rank refuses, also runs the case by which a refusal is judged."""
+        """Runs the case with this number, and returns the result.
+
+        If every rank refuses, also runs the case by which a refusal is judged.
+        """
         start = time.monotonic()
         case = self._cases[number]
         verdict, reports = self._run(number)
@@ -175,9 +180,10 @@ class _Examiner:
         return make_result(case, verdict, reports, time.monotonic() - start)
 
     def _run(self, number: int) -> tuple[Verdict, list[RankReport]]:
-        """Runs the case in the current generation of workers, or in a new one if the current one cannot run it.
+        """Runs the case in the current generation of workers, or in a new generation if the workers cannot run it.
 
-        Remains of earlier cases can end a case before its method runs. Such a case runs a second time, in new workers.
+        Returns the verdict and the reports of all ranks. Remains of earlier cases can end a case before its method
+        runs. Such a case runs a second time, in new workers.
         """
         conductor, case = self._conductor, self._cases[number]
         if isinstance(case, FrameworkCase) and (reason := conductor.unavailable.get(case.scenario.framework)):

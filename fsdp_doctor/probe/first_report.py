@@ -1,6 +1,7 @@
 """Makes the report of a run before any case runs.
 
-It has the selected cases and the machine, or it is the earlier report that the run continues.
+The report has the selected cases and the facts about the machine. A run that continues an earlier report begins with
+the earlier report instead.
 """
 
 from __future__ import annotations

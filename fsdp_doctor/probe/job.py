@@ -62,7 +62,8 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
 
 
 def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limits]:
-    """Waits for rank 0 to share the job. If rank 0 fails before it does so, torchrun ends the wait.
+    """Waits for rank 0 to share the job, and returns the job and the limits. If rank 0 fails before it does so,
+    torchrun ends the wait.
 
     check: a function that is called repeatedly during the wait; an exception that it raises ends the wait, too.
     """

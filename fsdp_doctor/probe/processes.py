@@ -30,7 +30,7 @@ def adopt_orphans() -> None:
 
 
 def end_orphans(workers: Collection[int]) -> None:
-    """Kills each child that is neither in ``workers`` nor in this process's session, and the orphans that it leaves."""
+    """Kills the children outside ``workers`` and outside this process's session, and the orphans of killed children."""
     while orphans := [child for child in psutil.Process().children() if _is_orphan(child.pid, workers)]:
         for orphan in orphans:
             with contextlib.suppress(psutil.Error):

@@ -133,7 +133,7 @@ class Supervisor:
         import_frameworks(job, limits.start)
 
     def follow(self) -> None:
-        """Carries out the conductor's instructions until it ends the run. Called on every rank but 0."""
+        """Carries out the conductor's instructions until the conductor ends the run. Called on every rank but 0."""
         number = 1
         while not isinstance(instruction := self._read_instruction(number), EndRun):
             self.perform(instruction)

@@ -157,7 +157,7 @@ class WorkerProcess:
 
     @property
     def record(self) -> Record | None:
-        """The worker's last record of its case."""
+        """The worker's last record of its case; None if there is none."""
         return self._report.record
 
     @property
@@ -431,7 +431,7 @@ class WorkerGroup:
         return self._collect_reports(Deadlines(self._limits, test_timeout=timeout))
 
     def read_phase_reports(self) -> list[PhaseReport | None]:
-        """Returns pytest's reports on the last command, one for each rank."""
+        """Returns pytest's report on the last command for each rank; None for a rank without a report."""
         return [member.phase_report for member in self._workers]
 
     def end(self, seconds: float) -> None:

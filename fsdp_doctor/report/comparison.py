@@ -36,8 +36,8 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
 
     If the reports are of two types of device, the type's name alone is no difference between yielded entries.
 
-    ignore: "device" treats all devices as equal, whatever their names and indices. It also ignores the place in which a
-        rank hangs, because the host of a GPU may run ahead to the next synchronization.
+    ignore: "device" treats all devices as equal, whatever their names and indices, and ignores the place in which a
+        rank hangs. The host of a GPU may run ahead to the next synchronization, and hang there.
     """
     differences = []
     types = {report.device.partition(":")[0] for report in (left, right)}

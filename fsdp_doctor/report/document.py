@@ -161,7 +161,7 @@ def _remove_memory(report: RankReport) -> RankReport:
 
 
 def make_context(report: Report) -> RunContext:
-    """Returns the facts of the run on which the catalogue's entries depend."""
+    """Returns the facts about the run that decide which entries of the catalogue apply."""
     return RunContext(
         torch=report.packages.get("torch", ""),
         device=report.device,

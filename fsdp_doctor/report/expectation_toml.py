@@ -81,7 +81,7 @@ def _find_shared_reason(results: Sequence[CaseResult]) -> str:
 
 @dataclass(frozen=True)
 class _Box:
-    """The product of some values in each dimension, which stands for a set of cases."""
+    """A set of cases: all combinations of some values in each dimension."""
 
     values: Mapping[str, tuple[str, ...]]
 

@@ -69,7 +69,7 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
     def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
-        """Finds the expectation for a case on a version of torch."""
+        """Finds the expectation for a case on a version of torch; None if the case is expected to be ok."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 
@@ -128,7 +128,7 @@ def make_comparable(text: str) -> str:
 
 
 def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
-    """Yields a sentence for each stale expectation: none of its cases fails as expected, or no case has such an id."""
+    """Yields a sentence for each stale expectation, none of whose cases fails as expected, or which matches no case."""
     ids = (*(result.id for result in report.results), *_list_all_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}
     for result in report.results:

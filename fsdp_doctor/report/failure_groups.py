@@ -37,7 +37,7 @@ class FailureGroup:
 
     @property
     def known(self) -> KnownFailure | None:
-        """The catalogue's entry; None without one, and for an entry that only another version of fsdp-doctor has."""
+        """The catalogue's entry; None if there is no entry, or if only another version of fsdp-doctor has the entry."""
         return next((entry for entry in catalogue.read_catalogue() if entry.id == self.results[0].known), None)
 
     @property

@@ -75,7 +75,7 @@ class _Block:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns, without the word for a scenario that is not staged."""
+        """The names of the columns, without the word ``unstaged`` and without the words that all columns share."""
         return [
             " ".join([words[1], *(word for word in words[2:] if word not in ("unstaged", *self.shared))])
             for words in self.columns

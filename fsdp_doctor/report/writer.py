@@ -70,7 +70,7 @@ class ReportWriter:
     def finish(
         self, ended: str, expected: Callable[[Report], Collection[str]] = lambda report: ()
     ) -> tuple[Report, DoctorFault | None]:
-        """Writes every file. Returns the report, and the first fault in writing.
+        """Writes every file. Returns the report, and the first fault in writing or None.
 
         expected: a function that returns the ids of a report's bad cases that were expected.
         """

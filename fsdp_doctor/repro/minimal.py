@@ -263,7 +263,7 @@ class _Script:
         return "", "", ""
 
     def _build(self) -> Iterator[str]:
-        """Writes the model, the weights that it has or will load, and the way in which it is sharded."""
+        """Writes the code that builds the model, makes the weights that it has or will load, and shards the model."""
         if self._builds_twice:
             yield f"def build({self._made_as[0]}):"
             yield from (f"    {line}" for line in (*self._make_plain(), *self._shard()))

@@ -146,7 +146,10 @@ def choose_mesh(case: Case) -> tuple[int, str]:
 
 
 def _name_config(model: Model) -> str:
-    """Returns the class name of the model's configuration in transformers."""
+    """Returns the class name of the model's configuration in transformers.
+
+    Raises ValueError for a model without a script.
+    """
     match model:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
             return "Qwen3Config"
@@ -300,7 +303,7 @@ def list_used_names(node: ast.stmt) -> set[str]:
 
 
 def select_imports(body: list[ast.stmt], used: set[str]) -> str:
-    """Writes one import statement for each module that is used, first those of the standard library."""
+    """Writes one import statement for each module that is used, first for modules of the standard library."""
     members: dict[str, set[str]] = {}
     for node in body:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -317,7 +320,7 @@ def select_imports(body: list[ast.stmt], used: set[str]) -> str:
 
 
 def read_node_text(source: str, node: ast.stmt) -> str:
-    """Returns the lines of a statement, with its decorators, which are not part of the node's line numbers."""
+    """Returns the lines of a statement, including its decorators."""
     first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
 

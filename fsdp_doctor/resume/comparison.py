@@ -292,7 +292,9 @@ class RankComparison:
         return owners
 
     def _compare_options(self) -> Iterator[RunDifference]:
-        """Compares options by parameter, since a program may create the parameter groups in another order."""
+        """Yields the differences between the options of the same parameters, whatever the order of the parameter
+        groups.
+        """
         schedules = find_unlike(*self._read_schedules())
         members: dict[tuple[str, str], list[str]] = {}
         for name, group in self._expected.groups.items():

@@ -30,7 +30,10 @@ _SHIMMED = {
 
 
 def prepare() -> None:
-    """Registers the emulated device, and makes each framework find the device after the framework is imported."""
+    """Registers the emulated device, and makes each framework find the device after the framework is imported.
+
+    Raises RuntimeError if the device cannot be built.
+    """
     try:
         devices.load(RunDevice(type="emulated"), "emulated")
     except CannotRun as error:

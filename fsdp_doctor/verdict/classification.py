@@ -151,8 +151,8 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 
     exact: the verdict on the same method with the exact checkpoint.
 
-    If the method is bad on the exact checkpoint too, its exception was not a refusal, and the verdict is a crash or the
-    verdict of ``exact``.
+    If ``exact`` is good, the refusal stands. If the case with the exact checkpoint was lost or did not run, the verdict
+    has the kind of ``exact``. Otherwise the exception was not a refusal, and the verdict is a crash.
     """
     if exact.kind in GOOD:
         return refusal
@@ -164,7 +164,7 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 def are_workers_whole(reports: Sequence[RankReport]) -> bool:
     """Returns whether the workers can run another case.
 
-    All ranks must have ended the case in the same way, with a working process group.
+    They can if all ranks have ended the case in the same way, the process group works, and no worker must be retired.
     """
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):

@@ -73,7 +73,7 @@ class Areal(FsdpFramework[VersionRange]):
         }
 
     def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists _get_full_tensor, which rebuilds a DTensor with a CPU shard on the device, and save_pretrained."""
+        """Lists save_pretrained, and _get_full_tensor, which first copies a DTensor's CPU shard to the device."""
         if role == "actor":
             sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
             yield make_extraction_point("weights for the rollout", scenario, sync)

@@ -153,7 +153,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
         ]
 
     def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
-        """Finds keys of the other FSDP version, as FullyShardedDataParallelPlugin.__post_init__ treats them."""
+        """Finds keys that belong to the other FSDP version, and values that accelerate refuses with this version."""
         reshard = self.settings.find_first(*_name_keys("reshard_after_forward"))
         if version == 1:
             if reshard and isinstance(reshard.value, bool):
@@ -302,9 +302,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
                 return model
 
     def _find_refused(self) -> Iterator[ConfigFinding]:
-        """Finds settings in a file that make ``accelerate launch`` refuse to start. Flags are text and are
-        not refused.
-        """
+        """Finds settings in a file that make ``accelerate launch`` refuse to start; flags are never refused."""
         engine = self.settings.find_first("distributed_type")
         for row in self.settings:
             is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
@@ -380,7 +378,10 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds the settings of ``fsdp_config`` if it is a JSON text or names a JSON file."""
+        """Adds the settings of ``fsdp_config`` if it is a JSON text or names a JSON file.
+
+        Raises UsageError if there is no such file, and Unreadable if the value contains a variable.
+        """
         row = settings.find_first(_SECTION)
         if row is None or not isinstance(row.value, str) or not row.value:
             return settings
@@ -439,7 +440,10 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         }
 
     def _read_options(self) -> tuple[str, ...]:
-        """Reads the words of ``fsdp``. Raises UsageError for a word that TrainingArguments does not have."""
+        """Reads the words of ``fsdp``.
+
+        Raises UsageError for a word that TrainingArguments does not have, and Unreadable for a value with a variable.
+        """
         row = self.settings.find_first("fsdp")
         if row is None or row.value is False:
             return ()
@@ -521,7 +525,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts the ranks that the command tells its launcher to start.
+        """Counts the ranks that the command tells its launcher to start; None if the command does not give a number.
 
         accelerate gets the number of ranks on all nodes, torchrun the number on each node.
         """
@@ -549,9 +553,10 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
         return self.make_model_of_all_ranks(role)
 
     def list_ranges(self) -> Sequence[_AxolotlVersions]:
-        """Lists the ranges of versions in question.
+        """Lists the ranges that contain the version; all ranges if no version is given.
 
-        If no version is given but fsdp_version is set, versions before v0.9 are left out, since they do not read it.
+        If no version is given but fsdp_version is set, versions before v0.9 are left out, since they do not read this
+        setting.
         """
         is_newer = self.version is None and "fsdp_version" in self.settings
         return [versions for versions in super().list_ranges() if versions.reads_version or not is_newer]

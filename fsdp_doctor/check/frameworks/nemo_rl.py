@@ -86,7 +86,7 @@ class NemoRl(FsdpFramework[_Versions]):
         }
 
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists dtensor_params_generator, before which an offloaded model is moved to the device, and checkpoints."""
+        """Lists checkpoints, and dtensor_params_generator after an offloaded model was moved to the device."""
         yield make_extraction_point(
             "weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy
         )

@@ -88,7 +88,10 @@ class SkyRl(FsdpFramework[_Versions]):
         }
 
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists FSDPWeightExtractor after backload_to_gpu, or collect_lora_params for an adapter."""
+        """Lists the actor's extraction by FSDPWeightExtractor, or of an adapter by collect_lora_params.
+
+        Before the extraction, backload_to_gpu moves an offloaded model to the device.
+        """
         if role != "actor":
             return
         if scenario.model.has_adapters:

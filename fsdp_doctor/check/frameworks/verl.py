@@ -83,11 +83,11 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting outside the model's sections, which the trainer follows."""
+        """Finds the strategy setting outside the model's sections, which the trainer reads; None if not set."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy setting in the model's sections, which the engine followed until PR 5885."""
+        """Finds the strategy setting in the model's sections, which the engine read until PR 5885; None if not set."""
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
@@ -103,14 +103,14 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
     def find_manual_offloads(self, settings: Settings) -> dict[str, Setting]:
-        """Maps the names of the manual offloads that are on to their settings."""
+        """Returns, by name, the settings of the manual offloads that are on."""
         rows = {
             name: settings.find_first_true(*self.name_keys(name)) for name in ("param_offload", "optimizer_offload")
         }
         return {name: row for name, row in rows.items() if row}
 
     def find_adapter(self, settings: Settings) -> Setting | None:
-        """Finds the setting that asks for an adapter: ``lora_rank``, or the path of an adapter.
+        """Finds the setting that asks for an adapter, ``lora_rank`` or an adapter's path; None if there is none.
 
         ``lora.rank`` is not considered, since only Megatron reads it.
         """
@@ -129,7 +129,7 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     stages: the model is moved to the device before each sync, whatever the offload.
     stages_policy: the model is also moved under CPUOffloadPolicy.
     stages_fsdp2: the model is also moved if it is an FSDP2 model without adapters.
-    saves_policy_staged: under the policy, a checkpoint is taken after the module was moved.
+    saves_policy_staged: under the policy, a checkpoint is taken after the module was moved to the device.
     saves_whole: the old SFT trainer saves the whole model instead of its shards.
     reads_after_offload: the state dict is read after the module was offloaded again.
     merged_late: a merged adapter is read after the merge was undone.
@@ -428,7 +428,7 @@ class Verl(FsdpFramework[VerlVersions]):
             yield report_known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
 
     def _find_misplaced_offloads(self) -> Iterator[ConfigFinding]:
-        """Finds offloads in sections where verl's FSDP does not read them."""
+        """Finds offloads in sections where verl's FSDP does not read offloads."""
         sections = [section for model in _FACTS.models.values() for section in model.sections]
         for row in self.settings:
             section = row.key.rpartition(".")[0]
@@ -463,8 +463,9 @@ def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
 
 
 def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
-    """Chooses non-blocking copies for FSDP1's parameters and the optimizer state, and for FSDP2's parameters since PR
-    7347.
+    """Chooses non-blocking copies for the manual offload of FSDP1's parameters, or of the optimizer state alone.
+
+    Since PR 7347, the manual offload of FSDP2's parameters is non-blocking, too. All other copies are blocking.
     """
     moves_optimizer_alone = offload.optimizer and not offload.param
     moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
@@ -516,7 +517,10 @@ def _asks_for_reference(settings: Settings) -> bool:
 
 
 def _find_unknown_config(settings: Settings) -> Setting | None:
-    """Finds a setting that names a configuration with unknown values: neither verl's own nor one of the given files."""
+    """Finds a setting that names a configuration whose values are unknown; None if there is none.
+
+    The values of verl's own configurations and of the given files are known.
+    """
     path, name = settings.find_first("config_path", "config_dir"), settings.find_first("config_name")
     stem = str(name.value).removesuffix(".yaml") if name else ""
     if any(pathlib.PurePath(row.file).stem == stem for row in settings):
@@ -528,7 +532,10 @@ def _find_unknown_config(settings: Settings) -> Setting | None:
 
 
 def _find_other_engine(settings: Settings) -> Setting | None:
-    """Finds the setting that chooses an engine other than FSDP: a Hydra choice, or a section of that engine."""
+    """Finds the setting that chooses an engine other than FSDP: a Hydra choice, or a section of that engine.
+
+    Returns None if no setting chooses another engine.
+    """
     for row in map(settings.find_first, ("model_engine", "engine")):
         if row is not None and isinstance(row.value, str) and row.value not in _WITH_FSDP:
             return row

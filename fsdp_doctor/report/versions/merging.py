@@ -269,7 +269,7 @@ def _describe_machine(environment: Environment) -> str:
 
 
 def _list_facts(environment: Environment) -> dict[str, str]:
-    """Maps the names of the facts that can differ between environments of one machine to their values."""
+    """Returns, by name, the facts that can differ between environments of one machine."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
     # Device and number of ranks are left out, because the description of the machine has them.
     options = " ".join(re.sub(r"--(?:device|nproc) \S+", "", environment.rerun_options).split())
@@ -405,7 +405,7 @@ def strip_build(version: str) -> str:
 
 
 def shorten_names(versions: Sequence[str]) -> dict[str, str]:
-    """Maps each version of torch to a short name: its first two numbers, if they differ from all other versions'."""
+    """Maps each version of torch to a short name: the first two numbers, or the whole version if these are shared."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {

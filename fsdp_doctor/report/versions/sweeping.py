@@ -149,7 +149,10 @@ def run(sweep: Sweep) -> Iterator[Swept]:
 
 
 def _run_packages(sweep: Sweep, packages: Packages) -> CannotRun | DoctorFault | None:
-    """Installs and probes the packages. Returns the reason if there is no complete report."""
+    """Installs and probes the packages. Returns the reason if there is no complete report, else None.
+
+    Raises DoctorFault if no environment can be made in the sweep's directory.
+    """
     file = sweep.name_file(packages)
     log = file.with_suffix(".log")
     try:
@@ -190,10 +193,10 @@ class Program:
     path: pathlib.Path
 
     def probe(self, options: Sequence[str], log: pathlib.Path) -> CannotRun | DoctorFault | None:
-        """Runs ``fsdp-doctor probe``. Returns the reason if it made no complete report.
+        """Runs ``fsdp-doctor probe``. Returns the reason if the probe made no complete report, else None.
 
         An unexpected verdict counts as a result. Raises UsageError for options that the probe refuses, and Interrupted
-        if a signal ended the probe, because both would also end the probes of the next versions.
+        if a signal ended the probe; in both cases the next probes would end in the same way.
         """
         command = [str(self.python), "-m", "fsdp_doctor", "probe", *options, "--format", "lines"]
         with (
@@ -346,10 +349,7 @@ def find_uv() -> str:
 
 
 def read_package_requirements() -> list[str]:
-    """Reads the requirements of this package.
-
-    In a checkout they come from pyproject.toml, because the metadata may be older.
-    """
+    """Reads the requirements of this package: in a checkout from pyproject.toml, otherwise from the metadata."""
     project = _PACKAGE.parent / "pyproject.toml"
     if project.is_file():
         declared = msgspec.toml.decode(project.read_bytes())["project"]["dependencies"]
@@ -389,7 +389,7 @@ def _run_child(
 ) -> Iterator[subprocess.Popen[Any]]:
     """Runs a command in a new session, so that signals from the terminal reach only this process.
 
-    Signals are blocked while the process is being started; otherwise it could outlive this process. Raises OSError as
+    A signal during the start takes effect after the start, so that no child outlives this process. Raises OSError as
     Popen does.
 
     end: a function that is called if the block raises an exception; afterwards the process is waited for.
