@@ -208,8 +208,9 @@ class LoadedState:
 def find_optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
-    """Returns the problems of the optimizer after a load: wrong state tensors, their dtypes, and the param groups'
-    options.
+    """Returns the differences between the optimizer and the checkpoint after a load.
+
+    The optimizer must have every state, with the right dtype and values, and the param groups' options.
     """
     findings = Findings()
     for index, state in enumerate(optimizer.state.values()):

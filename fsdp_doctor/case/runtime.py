@@ -177,9 +177,8 @@ def make_for_present_group(
 def wait_for_cuda_without_spinning(index: int) -> None:
     """Makes CUDA block a thread that waits for the device; by default the thread spins.
 
-    A worker that waits for a collective without end can then be distinguished from a worker that computes. The setting
-    is a flag of the CUDA context, so it must be set before the context is made; torch has no function for it. ROCm has
-    no such library.
+    A worker that waits for a collective without end can then be distinguished from a worker that computes. The
+    function must be called before the CUDA context is made. It does nothing where libcuda is missing, as with ROCm.
     """
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")

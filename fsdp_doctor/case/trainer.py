@@ -32,8 +32,8 @@ class Start:
     weights: the weights with which the model is built.
     options: options of the optimizer.
     same_batches: whether every rank trains on the batches of rank 0.
-    saves: whether the trained model is saved for another number of ranks. There may be too few ranks for a mesh with
-        two dims in this case, so one dim has only one rank.
+    saves: whether the trained model is saved for another number of ranks. If so, the mesh may have fewer ranks than
+        two dims need; one dim then has only one rank.
     """
 
     weights: models.Weights = "own"
@@ -252,7 +252,7 @@ class Trainer:
             self._move_state(torch.device("cpu"))
 
     def stage(self) -> None:
-        """Stages like verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
+        """Moves the model to the device like verl's load_fsdp_model_to_gpu, whatever the scenario's offload is."""
         self._load_parameters()
         self._staged = True
 
@@ -284,9 +284,7 @@ class Trainer:
             self._move_state(self.runtime.device)
 
     def list_tensor_ids(self) -> set[int]:
-        """Lists the ids of the tensors that live as long as the trainer, so that yielding one keeps nothing else
-        alive.
-        """
+        """Lists the ids of the tensors that live as long as the trainer: parameters, buffers and optimizer state."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *state)
         shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
@@ -302,8 +300,9 @@ class Trainer:
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Returns the number of the batches on which the rank trains. Tensor- and expert-parallel neighbours have the same
-    number.
+    """Returns the index of the batches on which the rank trains.
+
+    Neighbouring ranks under tensor or expert parallelism have the same index.
     """
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank

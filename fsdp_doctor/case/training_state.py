@@ -93,7 +93,7 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
 
 
 def _list_unsharded(model: nn.Module) -> list[str]:
-    """Lists the first names of parameters, and the names of flat parameters, that are whole on this rank now."""
+    """Lists the parameters that are unsharded on this rank now: FSDP2's by first name, and FSDP1's flat parameters."""
     contents = reader.read(model)
     shown = [tensor.names[0] for tensor in contents.parameters if tensor.shown is not tensor.tensor]
     return shown + [unit.flat_name for unit in contents.fsdp1_units if unit.is_unsharded]
