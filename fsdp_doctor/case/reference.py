@@ -150,7 +150,7 @@ def _gather_stated_keys(
 def _make_state_joiner(
     into: dict[str, torch.Tensor], name: str, parameter: torch.Tensor
 ) -> Callable[[list[torch.Tensor]], None]:
-    """Makes a function that joins an optimizer state, for :func:`_gather_stated_keys`' parameters."""
+    """Makes a function that joins an optimizer state of a parameter of :func:`_gather_stated_keys`."""
 
     def join(pieces: list[torch.Tensor]) -> None:
         held = next(piece for piece in pieces if len(piece))

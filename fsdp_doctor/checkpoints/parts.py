@@ -59,7 +59,7 @@ def _is_called(head: _Path, part: str) -> bool:
 
 
 def _find_heads(paths: Iterable[_Path]) -> list[_Path]:
-    """Finds the key prefix of each part that may be the model. Parts without common names form one model."""
+    """Finds the key prefix of each part that may be the model. Parts that share no tensor name form one model."""
     by_key: dict[_Path, None] = {}
     groups: dict[_Path, set[str]] = defaultdict(set)
     for path in paths:

@@ -133,7 +133,7 @@ def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
     """Finds the first half, quarter or eighth whose sampled rows all equal those of an earlier part of the same size.
 
-    Returns (its range of rows, number of parts of this size), or None.
+    Returns (range of the rows of the repeated part, number of parts of this size), or None.
     """
     for count in _FRACTIONS if scan.row_sums else ():
         size = len(scan.row_sums) // count

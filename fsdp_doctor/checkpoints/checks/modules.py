@@ -80,9 +80,10 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
-    """Finds norms that lack num_batches_tracked. Only a single norm, other than the first, counts as damaged.
+    """Finds norms that lack num_batches_tracked although most similar norms have this count.
 
-    Frozen norms have no such count, and usually a model's first norms are frozen.
+    If several norms or only the first norm lack the count, this is reported as unusual and not as damage: frozen norms
+    have no count, and usually a model's first norms are frozen.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():

@@ -95,7 +95,10 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds tensors that some ranks lack, and copies of a tensor that differ between ranks."""
+    """Finds differences between the ranks.
+
+    A tensor, counter or setting may be missing on some ranks. Copies of a tensor or an optimizer's settings may differ.
+    """
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     yield from _compare_keys(state)
     yield from _compare_settings(state)
