@@ -39,7 +39,7 @@ _PROJECTIONS = re.compile(r"(?P<module>.*\.)(?P<kind>(?:q|k|v|gate|up)_proj|quer
 
 
 def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds constant matrices and repeated rows that similar tensors do not have."""
+    """Finds constant matrices, and equal rows or parts within a matrix, unless similar tensors have them, too."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel > 1)
     for members in group_families(each for each in matrices if is_floating_point(each.dtype)):
         of_one_value = [tensor for tensor in members if _is_of_one_value(evidence, tensor)]
@@ -67,8 +67,8 @@ def _find_equal_rows(
 ) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
     """Finds equal consecutive rows, and equal halves, quarters or eighths of a tensor.
 
-    Embeddings are skipped, since the rows of added tokens may be equal. For key and value projections only consecutive
-    rows are compared, since their heads may have been repeated to make more groups.
+    Embeddings are skipped, since the rows of added tokens may be equal. Halves, quarters and eighths of the rows of key
+    and value projections are not compared, since the heads may have been repeated to make more groups.
     """
     is_of_cell = _CELL.search(tensor.parameter) is not None
     is_matrix = len(tensor.shape) == 2 and (is_of_cell or MATRIX.search(tensor.parameter))

@@ -151,8 +151,9 @@ def _may_be_shards(state: State) -> bool:
 
 
 def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds matrices and convolutions with the transposed shape of similar tensors, if their bias or layer shows that
-    this is wrong.
+    """Finds matrices and convolutions with the transposed shape of similar tensors.
+
+    Such a tensor is reported only if a bias, a norm or the rest of the layer shows that the shape is wrong.
     """
     if _may_be_shards(state):
         return

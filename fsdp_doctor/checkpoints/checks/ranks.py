@@ -35,7 +35,9 @@ _MOST_BOXES = 2000
 
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
+    """Finds elements that no piece holds, elements in two different pieces, and pieces that exceed their tensor.
+
+    Pieces with the same place in the tensor are replicas, and are allowed.
 
     Plain tensors in rank files are skipped, because their position in a whole tensor is unknown.
     """
@@ -153,7 +155,7 @@ def _find_stages(state: State) -> set[tuple[str, ...]]:
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:
-    """Finds counters, schedulers and settings that only some of the ranks have."""
+    """Finds counters, schedulers and settings that at least half of the ranks have, but not all."""
     if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
         return
     by_key: dict[str, set[int | None]] = defaultdict(set)
