@@ -315,8 +315,8 @@ class SavedCheckpoints:
     def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
         """Returns the outcome that the step after a load must have.
 
-        This is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks
-        saved the run, it is the outcome of a model into which the same state is written by hand.
+        Usually this is the outcome of the saved run's next step. If only weights are loaded, or if another number of
+        ranks saved the run, it is the outcome of a model into which the same state is written by hand.
         """
         checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"

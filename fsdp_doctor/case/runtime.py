@@ -122,7 +122,7 @@ def start(
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
 ) -> Runtime:
-    """Joins the process groups of one generation of workers. Every rank must call it."""
+    """Joins the process groups of one generation of workers, and returns this rank's runtime. Every rank must call it."""
     device = choose_device(place, run_device)
     if device.type == "cuda":
         wait_for_cuda_without_spinning(place.local_rank)
@@ -160,7 +160,7 @@ def set_up_device(device: torch.device, run_device: RunDevice) -> None:
 def make_for_present_group(
     place: Place, device: torch.device, scratch: pathlib.Path, custom_model: pathlib.Path | None = None
 ) -> Runtime:
-    """Makes the control group in addition to an existing default process group. Every rank must call it."""
+    """Makes a runtime with the existing default process group and a new control group. Every rank must call it."""
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
     return Runtime(

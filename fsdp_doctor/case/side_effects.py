@@ -64,7 +64,7 @@ class TorchFunctions:
 
 
 class _Snapshot:
-    """Functions of a module or class of torch. They are compared many times in each case, so comparing is cheap."""
+    """Functions of a module or class of torch, kept for a cheap comparison with the functions at a later time."""
 
     def __init__(self, place: Any) -> None:
         self._place = place

@@ -163,6 +163,8 @@ class Trainer:
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
         """Runs forward, backward and the optimizer's step. Parameters and optimizer state must be loaded.
 
+        Raises FloatingPointError if the loss is not finite.
+
         after_forward: a function that is called between the first forward and its backward.
         """
         loss = self._compute_loss()

@@ -183,7 +183,7 @@ StepOutcome = dict[str, str]
 
 
 def train_one_step(trainer: Trainer) -> list[str]:
-    """Trains one deterministic step, with the same random numbers in each run, and waits for it.
+    """Trains one deterministic step, with the same random numbers in each run, and waits for the device.
 
     Returns the names of the parameters that were unsharded between forward and backward. Every rank must call it.
     """

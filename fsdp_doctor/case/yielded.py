@@ -198,7 +198,8 @@ def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     """Yields the (name, value) pairs of a method's result: a mapping, or any iterable of pairs.
 
-    An entry is released before the next entry is requested, so that a streamed tensor is not in memory twice.
+    An entry is released before the next entry is requested, so that a streamed tensor is not in memory twice. Raises
+    TypeError for any other result.
     """
     if isinstance(result, Mapping):
         result = result.items()

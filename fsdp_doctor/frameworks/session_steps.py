@@ -315,7 +315,10 @@ class PreparationSteps(SessionSteps):
         self.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Checks that the step changed every trainable parameter, on at least one rank, and changed no other."""
+        """Checks that the step changed every trainable parameter, on at least one rank, and changed no other.
+
+        Also checks that the optimizer holds parameters of the model.
+        """
         self.recorder.enter("reference")
         before, now = self._before, reference.take(trainer.model, None, self.present_runtime)
         self.recorder.enter("verify")
