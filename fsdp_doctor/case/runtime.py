@@ -122,7 +122,7 @@ def start(
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
 ) -> Runtime:
-    """Joins the process groups of one generation of workers, and returns this rank's runtime. Every rank must call it."""
+    """Joins the process groups of one generation of workers. Returns this rank's runtime. Every rank must call it."""
     device = choose_device(place, run_device)
     if device.type == "cuda":
         wait_for_cuda_without_spinning(place.local_rank)

@@ -120,7 +120,10 @@ def _name_parameters(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None,
 ) -> dict[str, str]:
-    """Maps each key of the state to a parameter's name. A numeric key is the parameter's number in the model."""
+    """Maps each key of the state to a parameter's name. A numeric key is the parameter's number in the model.
+
+    Raises BadFile if the files do not show which parameters the numbers stand for, or if a shape does not fit.
+    """
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}

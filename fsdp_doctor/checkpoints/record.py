@@ -272,7 +272,7 @@ class SavedModel:
     states: list[State]
 
     def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
-        """Returns the tensors that are not known to be buffers.
+        """Returns the floating-point tensors that are not known to be buffers.
 
         In sharded files, tensors that are not sharded are buffers, since FSDP shards only parameters. ``buffers`` names
         further buffers, by whole names or by the last parts of names.

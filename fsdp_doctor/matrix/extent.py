@@ -3,8 +3,8 @@
 The default matrix has both strategies, all eight of verl's flag combinations, unstaged and staged, with every method;
 one to three scenarios for each of ``partial``, ``moved`` and ``optimizer-around-step``; extractions after a training
 step; and loads before the first step, also from the meta device and with checkpoints that do not fit. The level
-``full`` adds every other axis value, one at a time (or two that are known to interact), with the offloads that behave
-differently. The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to
+``full`` adds every other axis value, one at a time (or two that are known to interact), mostly with several kinds
+of offload. The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to
 use.
 """
 
