@@ -122,7 +122,7 @@ class CaseRun(Generic[T]):
 
     @contextlib.contextmanager
     def _watch_process(self) -> Iterator[None]:
-        """Context for the method, which notes settings of the process that an extraction leaves changed."""
+        """Context around the method. Notes the settings of the process that an extraction leaves changed."""
         if self._side_effects is None:
             yield
             return
@@ -180,6 +180,6 @@ class CaseRun(Generic[T]):
         return self.prepare(trainer)
 
     def take_back(self, trainer: T) -> None:
-        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
+        """Restores the trainer, for the next case, to the state that it had at the beginning of this case."""
         with self._steps.record_exceptions():
             self._steps.take_back(trainer)

@@ -302,7 +302,10 @@ class ExtractionSteps(MatrixSteps):
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
-        """Runs and verifies the method. Records a refusal of every rank to yield quantized codes as weights."""
+        """Runs and verifies the method.
+
+        If the method refuses on every rank to yield quantized codes as weights, records the refusal.
+        """
         try:
             self._extract(trainer, call, owned)
         except SystemExit:

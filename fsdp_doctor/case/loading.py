@@ -168,7 +168,7 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """True if the model may be read. Reading waits for copies in flight, which would hide races."""
+        """True if the model may be read. To read it while copies are in flight would wait for them and hide races."""
         return self.scenario.transfer.is_blocking
 
     @property
