@@ -115,7 +115,7 @@ def _keep_what_decides_bits(offload: Offload) -> Offload:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Trains the source of a scenario for three steps, and returns its state after the second step.
+    """Trains the scenario of :func:`find_source` for three steps, and returns the state after the second step.
 
     Every rank must call it.
 
@@ -514,7 +514,7 @@ class CheckpointForms:
         return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
 
     def _make_state_of_tensors(self, like: dict[str, ModelTensor | None], *, sharded: bool) -> dict[str, Any]:
-        """Returns the state, by parameter names, of an optimizer with its own tensor class, such as for 8-bit codes.
+        """Returns the state of an optimizer with tensor classes of its own, such as AdamW8bit, by parameter names.
 
         like: the tensors of the model, by name.
         """

@@ -438,8 +438,9 @@ def _end_receiver() -> None:
 
 
 def _pull_until_told(result: Any) -> None:
-    """Pulls all entries, or those before a RuntimeError, with which a method may report that rank 0 has stopped
-    pulling.
+    """Pulls entries to the end or to a RuntimeError.
+
+    A method may raise RuntimeError to report that rank 0 has stopped pulling.
     """
     with contextlib.suppress(RuntimeError):
         for _ in iterate_entries(result):

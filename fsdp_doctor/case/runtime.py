@@ -150,7 +150,7 @@ def choose_device(place: Place, run_device: RunDevice) -> torch.device:
 
 
 def set_up_device(device: torch.device, run_device: RunDevice) -> None:
-    """Applies the options of the run to the device."""
+    """Limits the memory of the device if the run asks for this, and sets late completion on the emulated device."""
     if run_device.memory is not None:
         devices.limit_memory(device, run_device.memory)
     if device.type == "emulated":

@@ -134,7 +134,7 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the scenario's optimizer over the model's present parameters.
 
-        Parameters that this optimizer cannot take get another optimizer, without state.
+        Parameters that this optimizer cannot take get a second optimizer, which keeps no state.
         """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
@@ -157,7 +157,7 @@ class Trainer:
         return self._generator.get_state()
 
     def seek(self, position: torch.Tensor) -> None:
-        """Continues with the batches of the run that returned ``position`` from :meth:`read_data_position`."""
+        """Moves to a position in the order of batches, which :meth:`read_data_position` of any run returned."""
         self._generator.set_state(position)
 
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
@@ -190,7 +190,7 @@ class Trainer:
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     def interrupt_step(self) -> None:
-        """Runs a step that raises before the method, if the scenario has one, and catches the error as a job does.
+        """Runs a step that raises, if the scenario has such a step, and catches the error as a job does.
 
         The interrupted step takes no batch, so the next step has the same batch as without it.
         """

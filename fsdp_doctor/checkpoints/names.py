@@ -92,7 +92,7 @@ def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
 
 
 def _find_prefix(names: Collection[str], others: Collection[str]) -> str:
-    """Finds the prefix that most names of this side have before a name of the other side; empty if there is none."""
+    """Finds the prefix without which the largest number of names match the other side; empty if none match."""
     suffixes = set(others)
     found: Counter[str] = Counter()
     for name in names:

@@ -48,7 +48,7 @@ def list_parts(state: State) -> Iterator[State]:
 
 
 def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
-    """Yields each copy of the model whose part or state name matches ``kind``, as tensors by the model's names.
+    """Yields each copy of the model in a part or state whose name matches ``kind``, as tensors by the model's names.
 
     Copies are searched in this state and in other states of the same directory.
     """

@@ -112,10 +112,9 @@ def _find_equal_parts(
 
 
 def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict[int, int]:
-    """Returns the distances at which equal parts of a fused matrix would lie, each with the number of rows they would
-    have.
+    """Maps the distance between two parts of a fused matrix to the number of rows that repeat if the parts are equal.
 
-    Heads may be repeated within the keys and within the values, but keys never equal values.
+    Only parts that must differ are listed: keys never equal values, but heads within the keys may be repeated.
     """
     rows = tensor.shape[-2]
     if re.search(r"gate_up|w13|(?:^|[._])kv", tensor.name):
