@@ -383,7 +383,7 @@ class ExtractionSteps(MatrixSteps):
 
 
 class _Timed:
-    """Timer of the seconds inside the method itself: its call and each of its steps, without the checks in between."""
+    """Timer of the seconds inside the method: the call and each request for an entry, without the checks in between."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -153,7 +153,7 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
 
 
 def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Lists a module's hooks by torch's numbers, and the forward that replaces the class's forward, if there is one."""
+    """Lists the id of the forward that replaces the class's forward, if there is one, and torch's ids of the hooks."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 

@@ -277,7 +277,7 @@ class Verifier:
             self._findings.note("wrong", difference, entry.name)
 
     def check_kept(self, entry: YieldedEntry, at_the_end: YieldedEntry) -> None:
-        """Checks that a kept tensor has, after the method has ended, the values that it had when it was yielded."""
+        """Checks that a kept tensor has the same values after the method has ended as when the tensor was yielded."""
         if entry.data is None:
             return
         if at_the_end.data is None or compare(at_the_end.data, entry.data):

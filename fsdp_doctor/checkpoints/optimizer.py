@@ -104,7 +104,7 @@ def _restore_sequences(value: Any) -> Any:
 
 
 def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Makes one group of all parameters with the same settings."""
+    """Groups the parameters by their settings: parameters with the same settings are in one group."""
     groups: dict[str, dict[str, Any]] = {}
     for name, settings in flat.items():
         restored = {key: _restore_sequences(value) for key, value in settings.items() if key != "params"}
