@@ -16,13 +16,13 @@ class CaseRun(Generic[T]):
     """Run of one case. ``run`` performs the whole run; the pytest plugin calls its parts.
 
     A run builds and trains a model; takes the reference; rehearses the next steps without the method; offloads and
-    stages; notes the state; runs the method and verifies its effects; agrees with the other ranks; offloads again and
-    loads; trains the next steps and checks each; cleans up the process; and reports the record. The steps implement
-    these points for each kind of case: ``ExtractionSteps`` and ``LoadingSteps`` for the matrix, ``SessionSteps`` for a
-    framework.
+    stages; notes the state; runs the method and verifies its effects; exchanges outcomes with the other ranks; offloads
+    again and loads; trains the next steps and checks each; cleans up the process; and reports the record. Subclasses of
+    ``CaseSteps`` implement these points for each kind of case: ``ExtractionSteps`` and ``LoadingSteps`` for the matrix,
+    ``SessionSteps`` for a framework.
 
-    A framework owns its training loop, so the run cannot call the training step. The run is a generator that yields
-    wherever a training step must be made, and the steps advance the generator.
+    A framework owns its training loop, so the run cannot call a training step. The run is therefore a generator that
+    yields where a training step must be made, and ``CaseSteps.drive`` advances the generator.
 
     side_effects: the watch over the process; None if the process belongs to a framework, and ends with it.
     """
@@ -55,7 +55,10 @@ class CaseRun(Generic[T]):
         return trainer
 
     def _run_cycle(self, kept: T | None) -> T | None:
-        """Runs the case from one state between two training steps to the next, and runs the method in between."""
+        """Builds or takes the trainer, runs the case, and cleans up the process.
+
+        Returns the trainer if the next case may use it; None otherwise.
+        """
         trainer, reusable = self._build(kept), False
         if trainer is not None:
             reusable = self._steps.drive(trainer, self._live(trainer))
@@ -66,7 +69,7 @@ class CaseRun(Generic[T]):
         return trainer if reusable and self._recorder.unbroken else None
 
     def _live(self, trainer: T) -> Generator[None, None, bool]:
-        """Runs the method in a built trainer. Returns whether the trainer may be used again."""
+        """Prepares a built trainer, runs the method, and trains on. Returns whether the trainer may be used again."""
         if (yield from self._prepare(trainer)):
             with self._watch_process():
                 self.exercise(trainer, lambda: self._steps.call_method(trainer), owned=True)
@@ -98,7 +101,10 @@ class CaseRun(Generic[T]):
         return False
 
     def _go_on(self, trainer: T) -> Generator[None, None, bool]:
-        """Agrees with the other ranks, and trains the next steps. Returns whether the trainer may be used again."""
+        """Trains the next steps if the method ended in the same way on all ranks.
+
+        Returns whether the trainer may be used again.
+        """
         steps, recorder = self._steps, self._recorder
         outcome = SharedOutcome() if self._stopped else self._agree()
         if outcome.works and recorder.unbroken:
@@ -116,7 +122,7 @@ class CaseRun(Generic[T]):
 
     @contextlib.contextmanager
     def _watch_process(self) -> Iterator[None]:
-        """Context for the method, which notes settings of the process that an extraction leaves changed."""
+        """Context around the method. Notes the settings of the process that an extraction leaves changed."""
         if self._side_effects is None:
             yield
             return
@@ -126,7 +132,7 @@ class CaseRun(Generic[T]):
             self._recorder.note("poisoned", f"the extraction changed settings of the process: {', '.join(changed)}")
 
     def _agree(self) -> SharedOutcome:
-        """Tells the other ranks how this rank ended, if there is a process group for it."""
+        """Exchanges outcomes with the other ranks, if there is a process group. Returns the outcome over all ranks."""
         if self._steps.runtime is None:
             self._recorder.add(healthy=False)
             return SharedOutcome()
@@ -159,7 +165,10 @@ class CaseRun(Generic[T]):
             self._steps.run_method(trainer, call, owned)
 
     def go_on(self, trainer: T) -> T | None:
-        """Agrees with the other ranks and trains the next step. Returns the trainer if it may be used again."""
+        """Exchanges outcomes with the other ranks, and trains the next step.
+
+        Returns the trainer if the next case may use it; None otherwise.
+        """
         return trainer if self._steps.drive(trainer, self._go_on(trainer)) else None
 
     def prepare_second_call(self, trainer: T) -> T | None:
@@ -171,6 +180,6 @@ class CaseRun(Generic[T]):
         return self.prepare(trainer)
 
     def take_back(self, trainer: T) -> None:
-        """Restores a trainer, if the next case may use it, to the state at the beginning of this case."""
+        """Restores the trainer, for the next case, to the state that it had at the beginning of this case."""
         with self._steps.record_exceptions():
             self._steps.take_back(trainer)

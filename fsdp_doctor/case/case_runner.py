@@ -68,7 +68,7 @@ class CaseRunner:
         return run.record
 
     def open(self, case: Case, contract: Contract) -> tuple[CaseRun[Trainer], MatrixSteps]:
-        """Returns the run of a case whose method and trainer the caller handles itself."""
+        """Returns the run and the steps of a case whose method and trainer the caller handles itself."""
         method = dataclasses.replace(find_method(case.method, case.scenario.version), contract=contract)
         steps = self._make_steps(case, method, _refuse_call)
         return CaseRun(steps, self._side_effects), steps

@@ -111,7 +111,7 @@ class CaseSteps(ABC, Generic[T]):
         """Returns whether the next case can use the trainer after this case's last training step."""
 
     def take_back(self, trainer: T) -> None:
-        """Restores a trainer that the next case may use to its state at the beginning of this case."""
+        """Restores the trainer, for the next case, to the state that it had at the beginning of this case."""
 
     def calls_again(self) -> bool:
         """Returns whether the method is called a second time, to find stale values from the first call."""

@@ -54,8 +54,8 @@ class Checkpoint:
     """State of a run between two steps. Tensors are on the host.
 
     weights: the tensors of the state dict, under all names.
-    decoded: the weights that the codes among ``weights`` stand for.
-    scales: the scales of these codes.
+    decoded: the weights that the 4-bit codes among ``weights`` stand for.
+    scales: the scales of the 4-bit codes.
     tied_names: the names that are not a parameter's first name.
     missing_key: the name that is left out of the checkpoint ``missing-key``.
     moments: the optimizer's state by ``<parameter>.<state>``, unsharded.
@@ -98,10 +98,10 @@ def find_source(scenario: Scenario) -> Scenario:
 
 
 def _keep_what_decides_bits(offload: Offload) -> Offload:
-    """Returns the part of an offload with which a training step may give other bits than a step without it.
+    """Drops from an offload everything that cannot change the bits of a training step.
 
-    It may if an update is made on the host, or from other gradients. Moves by hand, and verl's manual flags, change no
-    bit.
+    An offload can change bits if parameters are updated on the host or from other gradients. verl's manual flags and
+    other moves by hand change no bits.
     """
     match offload.way:
         case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.AROUND_STEP:
@@ -115,7 +115,7 @@ def _keep_what_decides_bits(offload: Offload) -> Offload:
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:
-    """Trains the source of a scenario for three steps, and returns its state after the second step.
+    """Trains the scenario of :func:`find_source` for three steps, and returns the state after the second step.
 
     Every rank must call it.
 
@@ -177,7 +177,9 @@ def save(scenario: Scenario, runtime: Runtime) -> None:
 
 
 def save_as_frameworks(trainer: Trainer, directory: pathlib.Path) -> None:
-    """Saves model and optimizer as a distributed checkpoint, and by rank like verl's FSDPCheckpointManager.
+    """Saves model and optimizer twice: as a distributed checkpoint, and as one file per rank.
+
+    The files of the ranks are like those that verl's FSDPCheckpointManager writes.
 
     Every rank must call it.
     """
@@ -222,7 +224,7 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
 
 
 def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
-    """Makes the weights in a checkpoint of that kind, as fresh tensors on the host."""
+    """Makes the weights that a checkpoint with the value ``fit`` contains, as fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
         case (
@@ -247,17 +249,18 @@ def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str,
 
 
 def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
-    """Makes the weights that the model must have after a load of a checkpoint of that kind, in its parameters' dtypes.
+    """Makes the weights that the model must have after it has loaded a checkpoint with the value ``fit``.
 
-    A name that the checkpoint lacks is left out.
+    The weights have the dtypes of the model's parameters. A name that the checkpoint lacks is left out.
     """
     saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | _make_saved_weights(checkpoint, fit)
     return {name: saved[name].to(weight.dtype) for name, weight in checkpoint.weights.items() if name in saved}
 
 
 def start_of(scenario: Scenario) -> Start:
-    """Returns the start of a trainer before a load: its weights are others or not made yet, and its options differ from
-    the saved run's.
+    """Returns the start of a trainer that will load a checkpoint.
+
+    The weights come from another seed or are on the meta device. The optimizer's options differ from the saved run's.
     """
     return Start(
         weights="meta" if scenario.init.is_meta else "other",
@@ -299,7 +302,7 @@ class SavedCheckpoints:
         return self._checkpoints[key]
 
     def start(self, scenario: Scenario, start: Start) -> Trainer:
-        """Builds a trainer of the scenario, and trains it for one step if its phase says so.
+        """Builds a trainer of the scenario, and trains it for one step if the scenario has a trained model.
 
         The saved run has trained for two steps, so a load that leaves out the optimizer's step counters is detected.
         """
@@ -312,8 +315,8 @@ class SavedCheckpoints:
     def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
         """Returns the outcome that the step after a load must have.
 
-        This is the outcome of the saved run's next step. If only weights are loaded, or if another number of ranks
-        saved the run, it is the outcome of a model into which the same state is written by hand.
+        Usually this is the outcome of the saved run's next step. If only weights are loaded, or if another number of
+        ranks saved the run, it is the outcome of a model into which the same state is written by hand.
         """
         checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"
@@ -326,9 +329,9 @@ class SavedCheckpoints:
         return self._next_steps[key]
 
     def _keep(self, name: str, make: Callable[[], T]) -> T:
-        """Reads what an earlier generation of workers made under this name, or makes it and writes it for later ones.
+        """Returns the result of ``make``. Later generations of workers read the result from a file.
 
-        Every rank must call it, with its own part.
+        Each rank has its own file, named after ``name``. Every rank must call this function.
         """
         rank, world_size = self._runtime.rank, self._runtime.world_size
         file = self._runtime.scratch / "kept" / f"{name.replace('/', '-')}-{rank}_of_{world_size}.pt"
@@ -361,7 +364,7 @@ class SavedCheckpoints:
 
 
 def _is_on_every_rank(path: pathlib.Path, runtime: Runtime) -> bool:
-    """Returns whether every rank finds its path, which another group of ranks may be writing now.
+    """Returns whether ``path``, which may differ between the ranks, exists on every rank.
 
     Every rank must call it.
     """
@@ -382,8 +385,8 @@ class CheckpointForms:
     """Brings a checkpoint into the form that a method needs. If torch's function for this form is under test, this is
     done by hand.
 
-    For a model in 4 bits, the form ``full`` has weights, like the checkpoint of its base, and every other form has
-    codes, like torch's saves.
+    For a model in 4 bits, the form ``full`` has decoded weights, like the checkpoint of the base model. Every other
+    form has codes, like a checkpoint that torch saved from such a model.
 
     Every rank must call the methods in the same order.
 
@@ -484,9 +487,9 @@ class CheckpointForms:
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:
-        """Returns whether the tensor is in an FSDP1 unit.
+        """Returns whether FSDP1 shards the tensor.
 
-        A unit's sharded state dict exists only in a shard group of several ranks.
+        The tensor must be an entry of a sharded state dict, which FSDP1 has only in a shard group of several ranks.
         """
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
 
@@ -511,7 +514,10 @@ class CheckpointForms:
         return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
 
     def _make_state_of_tensors(self, like: dict[str, ModelTensor | None], *, sharded: bool) -> dict[str, Any]:
-        """Makes the state of an optimizer whose values only its own tensor classes can hold, such as 8-bit codes."""
+        """Returns the state of an optimizer with tensor classes of its own, such as AdamW8bit, by parameter names.
+
+        like: the tensors of the model, by name.
+        """
         names = {id(t.tensor): t.names[0] for t in like.values() if t is not None}
         (group,) = self._optimizer.param_groups
         in_order = [names[id(parameter)] for parameter in group["params"]]

@@ -193,10 +193,9 @@ class _Wire:
             del tensor
 
     def broadcast(self, buffer: torch.Tensor, src: int) -> None:
-        """Queues a buffer with all entries that were pulled since the previous buffer, and sends the buffer before the
-        previous one.
+        """Queues a buffer that holds all entries pulled since the previous call. Replaces the broadcast over NCCL.
 
-        At this call the sender has already waited for the stream of the buffer that is sent.
+        If two buffers are already queued, the older one is sent first: the sender has waited for its stream.
         """
         del src
         if len(self._in_flight) == _NUM_BUFFERS:
@@ -330,7 +329,7 @@ def _overwrite(entries: _Entries) -> _Entries:
 
 
 def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
-    """Reads the entries of a first call after a second call whose entries were overwritten.
+    """Calls the method twice, overwrites the entries of the second call, and then yields the entries of the first.
 
     The entries of the two calls must share no memory.
     """
@@ -354,7 +353,7 @@ def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Not
 def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
     """Reads the amounts of resources that the process uses.
 
-    num_read: the number of earlier readings, each of which made a stream.
+    num_read: the number of earlier readings. Each reading makes a stream, which is not counted.
     """
     gc.collect()
     process = psutil.Process()
@@ -439,8 +438,9 @@ def _end_receiver() -> None:
 
 
 def _pull_until_told(result: Any) -> None:
-    """Pulls all entries, or those before a RuntimeError, with which a method may report that rank 0 has stopped
-    pulling.
+    """Pulls entries to the end or to a RuntimeError.
+
+    A method may raise RuntimeError to report that rank 0 has stopped pulling.
     """
     with contextlib.suppress(RuntimeError):
         for _ in iterate_entries(result):

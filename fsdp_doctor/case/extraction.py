@@ -94,7 +94,7 @@ class ExtractionCheck:
         """Runs the method by ``call``, and verifies the method's result.
 
         call: a function that runs the method and returns its result.
-        live_tensors: ids of the tensors that stay alive in any case, so that yielding one keeps no more memory alive.
+        live_tensors: ids of the tensors that stay alive anyway; a yielded tensor with such an id is not a leak.
         offloaded_bytes: the size of the shards that the method promises to move off the device before it yields.
         owned: whether only ``call`` refers to the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
@@ -247,10 +247,10 @@ class ExtractionSteps(MatrixSteps):
         return trainer
 
     def is_reusable(self, trainer: Trainer) -> bool:
-        """Returns whether the trainer can serve the next case after its step.
+        """Returns whether the next case can use the trainer.
 
-        A trained trainer can, unless it could not continue after a step that raised. A fresh trainer cannot, because
-        its step has trained it.
+        True if the scenario's model is trained and the trainer could train on. A scenario with an untrained model needs
+        a new trainer, because the step after the method has trained this one.
         """
         return self.scenario.phase.is_trained and self._goes_on
 
@@ -302,7 +302,10 @@ class ExtractionSteps(MatrixSteps):
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
-        """Runs and verifies the method. Records a refusal of every rank to yield quantized codes as weights."""
+        """Runs and verifies the method.
+
+        If the method refuses on every rank to yield quantized codes as weights, records the refusal.
+        """
         try:
             self._extract(trainer, call, owned)
         except SystemExit:
@@ -380,7 +383,7 @@ class ExtractionSteps(MatrixSteps):
 
 
 class _Timed:
-    """Timer of the seconds inside the method itself: its call and each of its steps, without the checks in between."""
+    """Timer of the seconds inside the method: the call and each request for an entry, without the checks in between."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

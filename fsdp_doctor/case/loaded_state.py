@@ -208,8 +208,9 @@ class LoadedState:
 def find_optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
-    """Returns the problems of the optimizer after a load: wrong state tensors, their dtypes, and the param groups'
-    options.
+    """Returns the differences between the optimizer and the checkpoint after a load.
+
+    The optimizer must have every state, with the right dtype and values, and the param groups' options.
     """
     findings = Findings()
     for index, state in enumerate(optimizer.state.values()):
@@ -258,8 +259,7 @@ def _is_other_option(ours: Any, wanted: Any) -> bool:
 def count_optimized(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[int, int]:
     """Returns (number of the model's parameters that an optimizer has, number of the model's parameters).
 
-    In an FSDP1 unit with ``use_orig_params=False`` only the flat parameter counts, because bitsandbytes also registers
-    the quantized weights of the last forward as parameters.
+    In an FSDP1 unit with ``use_orig_params=False`` only the flat parameter counts.
     """
     flat_units = [unit for unit in reader.read(model).fsdp1_units if not unit.keeps_originals]
     shown = {id(tensor) for unit in flat_units for tensor in unit.shown.values()}

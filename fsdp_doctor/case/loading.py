@@ -124,7 +124,7 @@ class LoadingSteps(MatrixSteps):
             )
 
     def recover(self, trainer: Trainer) -> bool:
-        """Returns whether the job trains on: always, unless the load was refused because FSDP1's backward had raised.
+        """Returns whether the job trains on: False only if the load of a checkpoint that fits was refused.
 
         Nothing is repaired, because the model must be able to train after a load.
         """
@@ -168,7 +168,7 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """True if the model may be read. Reading waits for copies in flight, which would hide races."""
+        """True if the model may be read. To read it while copies are in flight would wait for them and hide races."""
         return self.scenario.transfer.is_blocking
 
     @property

@@ -1,4 +1,4 @@
-"""Weights of a model with LoRA adapters, merged or adapters only, computed from the reference on the host.
+"""Expected weights of a model with LoRA adapters, computed from the reference on the host.
 
 The product is computed in float64. A method that merges rounds three times: the product, its scaling, the sum.
 Therefore a merged weight is right if each of its values is as near to the exact value as rounding allows.

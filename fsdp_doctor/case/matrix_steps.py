@@ -145,9 +145,9 @@ class MatrixSteps(CaseSteps[Trainer]):
         return consume(self.scenario.consumer, self._function, self.given, self._recorder.note)
 
     def refuse(self, error: BaseException, directory: pathlib.Path) -> None:
-        """Records that this rank refused the method's work.
+        """Records ``error`` as the method's refusal on this rank.
 
-        Raises ``error`` if another rank did not refuse, or is gone.
+        Raises ``error`` unless the method refused on every rank.
 
         directory: the checkpoint's directory, which is replaced in the recorded text.
         """
@@ -161,9 +161,9 @@ class MatrixSteps(CaseSteps[Trainer]):
         raise error
 
     def was_refused_everywhere(self, mine: bool) -> bool:
-        """Returns whether every rank refused. Every rank must call this function.
+        """Returns whether the method refused on every rank. Every rank must call this function.
 
-        mine: whether this rank refused.
+        mine: whether the method refused on this rank.
         """
         self._recorder.restore_torch()
         flags = torch.tensor([int(mine)], device="cpu")

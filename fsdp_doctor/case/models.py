@@ -1,7 +1,7 @@
 """Small Qwen models under test, and a user's configuration or checkpoint.
 
 A model is built once for each worker, in float32 on the CPU and from one seed, so that every rank has the same weights;
-each scenario shards a copy of it. Loads start from a model with other weights, from another seed, or from a model on
+each scenario shards a copy of it. A load starts from a model whose weights come from another seed, or from a model on
 the meta device.
 """
 
@@ -85,7 +85,10 @@ def add_special_values(model: Any) -> None:
 
 
 def choose_token_range(name: Model, model: Any) -> range:
-    """Returns the token ids that batches use: all but the first and the last, or all ids of a user's model."""
+    """Returns the token ids that batches use.
+
+    These are all ids of a user's model, and all ids except the first and the last of a built-in model.
+    """
     size = read_vocabulary_size(model)
     return range(size) if name.is_custom else range(1, size - 1)
 

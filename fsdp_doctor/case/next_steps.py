@@ -36,10 +36,10 @@ class Moment:
 
 
 class NextSteps:
-    """Outcomes of the next training steps, on this rank, in scenarios whose method was not called.
+    """Outcomes on this rank of the training steps that follow a case, if no method is called.
 
-    Each step is rehearsed once, with a model that no method has touched. Every rank must call the methods in the same
-    order.
+    Each step of a scenario is rehearsed once, with a model that no method has touched. Every rank must call the methods
+    of this class in the same order.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _name(trainer: Trainer) -> _Build:
 
 
 def _list_changing(trainer: Trainer) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Lists the memories of each parameter, buffer and moment on this rank, by name."""
+    """Lists the local tensors of each parameter, buffer and optimizer state on this rank, by name."""
     places = {piece.name: piece.everywhere for piece in local_pieces.list_model_pieces(trainer.model, {})}
     for buffer in reader.read(trainer.model).transient_buffers:
         places[buffer.names[0]] = (private.read_local_tensor(buffer.tensor).detach(),)

@@ -38,8 +38,8 @@ def make_optimizers(
     does not take.
 
     foreach: the option of the same name, for AdamW and SGD.
-    options: options of the first optimizer, which every kind of optimizer accepts. The second optimizer has the same
-        options in every run.
+    options: the options of the first optimizer; every kind of optimizer accepts them. The options of the second
+        optimizer are fixed.
     """
     parameters = list(model.parameters())
     match kind:

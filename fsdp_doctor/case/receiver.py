@@ -110,7 +110,7 @@ class _Group:
 class Receiver:
     """Rank 0's end of the connection to the receiver.
 
-    ``send`` and ``broadcast`` return once the receiver has answered: the reason for a refusal, or an empty string.
+    ``send`` and ``broadcast`` wait for the receiver's answer, and return the reason for a refusal or an empty string.
     ``send`` and ``take`` raise ReceiverGoneError if the receiver has ended.
     """
 

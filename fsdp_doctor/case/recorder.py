@@ -30,7 +30,7 @@ _PROGRESS_SECONDS = 1.0
 class _RankState(NamedTuple):
     """State that a rank reports to the other ranks after a call of the method.
 
-    num_agreements: the number of agreements by the doctor's own loaders and extractors.
+    num_agreements: the number of agreements between ranks that fsdp-doctor's own loaders and extractors have made.
     """
 
     failed: int
@@ -89,7 +89,10 @@ class Recorder:
         self._report(self.record)
 
     def show_progress(self, num_tensors: int) -> None:
-        """Reports at most once a second, so that a method that keeps yielding is not taken for a hang."""
+        """Reports the number of tensors that the method has yielded, at most once a second.
+
+        A method that keeps yielding is then not taken for a hang.
+        """
         if time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
             self.add(num_tensors=num_tensors)
             self.report()

@@ -103,7 +103,9 @@ def _list_tensor_parts(
 ) -> Iterator[_Part]:
     """Yields the parts of tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers.
 
-    stated_keys: the states of each parameter whose framework states its parts, see :func:`_gather_stated_keys`.
+    Also yields the parts of these parameters' optimizer state.
+
+    stated_keys: the result of :func:`_gather_stated_keys`.
     """
     for tensor in contents.list_tensors():
         name = tensor.names[0]
@@ -127,9 +129,10 @@ def _list_tensor_parts(
 def _gather_stated_keys(
     contents: ModelContents, optimizer: torch.optim.Optimizer | None, runtime: Runtime
 ) -> dict[str, list[str]]:
-    """Gathers the states that any rank has of each parameter whose framework states its parts, by its first name.
+    """Gathers the names of each parameter's optimizer states that any rank has, by the parameter's first name.
 
-    A rank without a part of such a parameter need not have a state of the parameter.
+    Only parameters are listed whose local tensor has ``__create_chunk_list__``. A rank that holds no part of such a
+    parameter may lack the parameter's states.
     """
     stated = [parameter for parameter in contents.parameters if find_stated_part(parameter.tensor) is not None]
     if not stated:
@@ -147,7 +150,7 @@ def _gather_stated_keys(
 def _make_state_joiner(
     into: dict[str, torch.Tensor], name: str, parameter: torch.Tensor
 ) -> Callable[[list[torch.Tensor]], None]:
-    """Makes a function that joins a state of a parameter whose framework states its parts."""
+    """Makes a function that joins an optimizer state of a parameter of :func:`_gather_stated_keys`."""
 
     def join(pieces: list[torch.Tensor]) -> None:
         held = next(piece for piece in pieces if len(piece))
@@ -297,7 +300,7 @@ def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torc
 
 
 def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields ranges of tensors to move at once.
+    """Divides tensors into ranges that are each moved at once. Yields (first index, index after the last).
 
     sizes: the tensors' sizes in bytes.
     """

@@ -122,7 +122,7 @@ def start(
     scratch: pathlib.Path,
     custom_model: pathlib.Path | None,
 ) -> Runtime:
-    """Joins the process groups of one generation of workers. Every rank must call it."""
+    """Joins the process groups of one generation of workers. Returns this rank's runtime. Every rank must call it."""
     device = choose_device(place, run_device)
     if device.type == "cuda":
         wait_for_cuda_without_spinning(place.local_rank)
@@ -150,7 +150,7 @@ def choose_device(place: Place, run_device: RunDevice) -> torch.device:
 
 
 def set_up_device(device: torch.device, run_device: RunDevice) -> None:
-    """Applies the options of the run to the device."""
+    """Limits the memory of the device if the run asks for this, and sets late completion on the emulated device."""
     if run_device.memory is not None:
         devices.limit_memory(device, run_device.memory)
     if device.type == "emulated":
@@ -160,7 +160,7 @@ def set_up_device(device: torch.device, run_device: RunDevice) -> None:
 def make_for_present_group(
     place: Place, device: torch.device, scratch: pathlib.Path, custom_model: pathlib.Path | None = None
 ) -> Runtime:
-    """Makes the control group in addition to an existing default process group. Every rank must call it."""
+    """Makes a runtime with the existing default process group and a new control group. Every rank must call it."""
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
     return Runtime(
@@ -177,9 +177,8 @@ def make_for_present_group(
 def wait_for_cuda_without_spinning(index: int) -> None:
     """Makes CUDA block a thread that waits for the device; by default the thread spins.
 
-    A worker that waits for a collective without end can then be distinguished from a worker that computes. The setting
-    is a flag of the CUDA context, so it must be set before the context is made; torch has no function for it. ROCm has
-    no such library.
+    A worker that waits for a collective without end can then be distinguished from a worker that computes. The
+    function must be called before the CUDA context is made. It does nothing where libcuda is missing, as with ROCm.
     """
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")

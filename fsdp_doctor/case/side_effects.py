@@ -1,8 +1,8 @@
 """Undoes a method's changes to the process outside of its model, or reports that no other case may run in the process.
 
-If a method that extracts changes settings on which a training step depends, this decides the verdict: the settings
-belong to the whole job, even if the small models here do not use them. A case is judged while all changes of its method
-are in place.
+A changed setting on which a training step depends decides the verdict on a method that extracts: the setting belongs
+to the whole job, even if the small models here do not use it. A case is judged while all changes of its method are in
+place.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TorchFunctions:
 
 
 class _Snapshot:
-    """Functions of a module or class of torch. They are compared many times in each case, so comparing is cheap."""
+    """Functions of a module or class of torch, kept for a cheap comparison with the functions at a later time."""
 
     def __init__(self, place: Any) -> None:
         self._place = place
@@ -89,7 +89,7 @@ def _take_snapshots() -> list[_Snapshot]:
 
 
 class _LastSnapshots:
-    """Snapshots that are taken again only if a function has changed since, because a comparison costs much less."""
+    """Snapshots of torch's functions. They are taken again only if a function has changed since the last time."""
 
     def __init__(self) -> None:
         self._last = _take_snapshots()
@@ -280,10 +280,7 @@ def _read_autocast(device_type: str) -> _Setting:
 
 
 def _read_autocast_nesting() -> tuple[int, bool]:
-    """Returns (the number of open autocast contexts, whether casts are cached).
-
-    Only opening another context shows the number.
-    """
+    """Returns (the number of open autocast contexts, whether casts are cached)."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
 

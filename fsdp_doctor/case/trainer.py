@@ -32,8 +32,8 @@ class Start:
     weights: the weights with which the model is built.
     options: options of the optimizer.
     same_batches: whether every rank trains on the batches of rank 0.
-    saves: whether the trained model is saved for another number of ranks. There may be too few ranks for a mesh with
-        two dims in this case, so one dim has only one rank.
+    saves: whether the trained model is saved for another number of ranks. If so, the mesh may have fewer ranks than
+        two dims need; one dim then has only one rank.
     """
 
     weights: models.Weights = "own"
@@ -134,7 +134,7 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the scenario's optimizer over the model's present parameters.
 
-        Parameters that this optimizer cannot take get another optimizer, without state.
+        Parameters that this optimizer cannot take get a second optimizer, which keeps no state.
         """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
@@ -157,11 +157,13 @@ class Trainer:
         return self._generator.get_state()
 
     def seek(self, position: torch.Tensor) -> None:
-        """Continues with the batches of the run that returned ``position`` from :meth:`read_data_position`."""
+        """Moves to a position in the order of batches, which :meth:`read_data_position` of any run returned."""
         self._generator.set_state(position)
 
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
         """Runs forward, backward and the optimizer's step. Parameters and optimizer state must be loaded.
+
+        Raises FloatingPointError if the loss is not finite.
 
         after_forward: a function that is called between the first forward and its backward.
         """
@@ -188,7 +190,7 @@ class Trainer:
         return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     def interrupt_step(self) -> None:
-        """Runs a step that raises before the method, if the scenario has one, and catches the error as a job does.
+        """Runs a step that raises, if the scenario has such a step, and catches the error as a job does.
 
         The interrupted step takes no batch, so the next step has the same batch as without it.
         """
@@ -252,7 +254,7 @@ class Trainer:
             self._move_state(torch.device("cpu"))
 
     def stage(self) -> None:
-        """Stages like verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
+        """Moves the model to the device like verl's load_fsdp_model_to_gpu, whatever the scenario's offload is."""
         self._load_parameters()
         self._staged = True
 
@@ -284,9 +286,7 @@ class Trainer:
             self._move_state(self.runtime.device)
 
     def list_tensor_ids(self) -> set[int]:
-        """Lists the ids of the tensors that live as long as the trainer, so that yielding one keeps nothing else
-        alive.
-        """
+        """Lists the ids of the tensors that live as long as the trainer: parameters, buffers and optimizer state."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *state)
         shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
@@ -302,8 +302,9 @@ class Trainer:
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Returns the number of the batches on which the rank trains. Tensor- and expert-parallel neighbours have the same
-    number.
+    """Returns the index of the batches on which the rank trains.
+
+    Neighbouring ranks under tensor or expert parallelism have the same index.
     """
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank

@@ -93,7 +93,7 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
 
 
 def _list_unsharded(model: nn.Module) -> list[str]:
-    """Lists the first names of parameters, and the names of flat parameters, that are whole on this rank now."""
+    """Lists the parameters that are unsharded on this rank now: FSDP2's by first name, and FSDP1's flat parameters."""
     contents = reader.read(model)
     shown = [tensor.names[0] for tensor in contents.parameters if tensor.shown is not tensor.tensor]
     return shown + [unit.flat_name for unit in contents.fsdp1_units if unit.is_unsharded]
@@ -153,7 +153,7 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
 
 
 def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Lists a module's hooks by torch's numbers, and the forward that replaces the class's forward, if there is one."""
+    """Lists the id of the forward that replaces the class's forward, if there is one, and torch's ids of the hooks."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
@@ -183,7 +183,7 @@ StepOutcome = dict[str, str]
 
 
 def train_one_step(trainer: Trainer) -> list[str]:
-    """Trains one deterministic step, with the same random numbers in each run, and waits for it.
+    """Trains one deterministic step, with the same random numbers in each run, and waits for the device.
 
     Returns the names of the parameters that were unsharded between forward and backward. Every rank must call it.
     """

@@ -198,7 +198,8 @@ def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     """Yields the (name, value) pairs of a method's result: a mapping, or any iterable of pairs.
 
-    An entry is released before the next entry is requested, so that a streamed tensor is not in memory twice.
+    An entry is released before the next entry is requested, so that a streamed tensor is not in memory twice. Raises
+    TypeError for any other result.
     """
     if isinstance(result, Mapping):
         result = result.items()
@@ -276,7 +277,7 @@ class Verifier:
             self._findings.note("wrong", difference, entry.name)
 
     def check_kept(self, entry: YieldedEntry, at_the_end: YieldedEntry) -> None:
-        """Checks that a kept tensor has, after the method has ended, the values that it had when it was yielded."""
+        """Checks that a kept tensor has the same values after the method has ended as when the tensor was yielded."""
         if entry.data is None:
             return
         if at_the_end.data is None or compare(at_the_end.data, entry.data):

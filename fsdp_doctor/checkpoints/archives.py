@@ -56,7 +56,7 @@ class Archive:
 
     @classmethod
     def make(cls, root: str, begin: int, value: Any) -> Archive:
-        """Starts an archive with a pickled value. The caller adds the bytes of its tensors as members ``data/KEY``."""
+        """Starts an archive with a pickled value. The caller adds the value's tensor bytes as members ``data/KEY``."""
         archive = cls(root, begin)
         for name, data in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
             archive.add(name, len(data), data)

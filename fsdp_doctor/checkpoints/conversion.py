@@ -157,7 +157,10 @@ def convert(
 
 
 def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]]]:
-    """Returns the model without wrapper prefixes, and the changed names, old and new."""
+    """Returns the model without wrapper prefixes, and the changed names, old and new.
+
+    Raises BadFile if two names differ only in such a prefix.
+    """
     names = strip_prefixes(model.tensors)
     if len({strip_wrappers(name) for name in names}) < len(names):
         raise BadFile("has names that differ only in a wrapper's prefix")
@@ -168,10 +171,10 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
 def _rename_tensors(
     model: SavedModel, to: ConversionTarget, find_parts: Callable[[], Mapping[str, HubPart]]
 ) -> tuple[SavedModel, list[tuple[str, str]]]:
-    """Renames the tensors to the Hub's names if the target has the Hugging Face format, or to the model's names if the
-    source has that format.
+    """Returns the model with other tensor names, and the changed names, old and new.
 
-    Between other formats the names stay as the job saved them.
+    The names are the Hub's if the target has the Hugging Face format. For another target, Hub names of whole tensors
+    become the model's names. All other names stay as the job saved them.
     """
     if to is not ConversionTarget.HF and any(state.arrangement is not Arrangement.WHOLE for state in model.states):
         return model, []

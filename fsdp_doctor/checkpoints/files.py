@@ -94,7 +94,7 @@ class OpenFile:
             raise BadFile("is only a pointer of Git LFS, not the file: `git lfs pull`, or a download, fetches the file")
 
     def find_extents(self, begin: int, end: int) -> Iterator[Extent]:
-        """Divides a range into parts that were written and holes, if the file system reports them."""
+        """Divides a range into holes and written parts; without holes if the file system does not report them."""
         if not self._may_have_holes:
             yield Extent(begin, end, False)
             return

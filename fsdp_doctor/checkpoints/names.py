@@ -86,13 +86,13 @@ def _count(names: dict[str, str], common: set[str]) -> int:
 
 
 def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
-    """Returns whether some names match after the other side's wrappers, or a prefix of either side, are stripped."""
+    """Returns whether some names match without the wrapper prefixes of ``other``, and without a prefix of one side."""
     forms = {strip_wrappers(form) for form in other.values()}
     return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 
 
 def _find_prefix(names: Collection[str], others: Collection[str]) -> str:
-    """Finds the prefix that most names of this side have before a name of the other side; empty if there is none."""
+    """Finds the prefix without which the largest number of names match the other side; empty if none match."""
     suffixes = set(others)
     found: Counter[str] = Counter()
     for name in names:

@@ -104,7 +104,7 @@ def _restore_sequences(value: Any) -> Any:
 
 
 def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Makes one group of all parameters with the same settings."""
+    """Groups the parameters by their settings: parameters with the same settings are in one group."""
     groups: dict[str, dict[str, Any]] = {}
     for name, settings in flat.items():
         restored = {key: _restore_sequences(value) for key, value in settings.items() if key != "params"}
@@ -120,7 +120,10 @@ def _name_parameters(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None,
 ) -> dict[str, str]:
-    """Maps each key of the state to a parameter's name. A numeric key is the parameter's number in the model."""
+    """Maps each key of the state to a parameter's name. A numeric key is the parameter's number in the model.
+
+    Raises BadFile if the files do not show which parameters the numbers stand for, or if a shape does not fit.
+    """
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}

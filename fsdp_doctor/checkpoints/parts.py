@@ -22,9 +22,9 @@ def assign_roles(state: State, config: Mapping[str, Any], part: str | None) -> N
     """Sets the role of each tensor in a state, and the names of the model's tensors.
 
     The model is the part under a key that programs use for models, such as ``model``, at any depth. Without such a key,
-    the model is the only part that can be a model. If several parts have the same names, the model is the part that
-    config.json describes. If several parts remain, none of them counts as the model, and ``state.candidates`` lists
-    them.
+    the model is the only part that can be a model. Parts that share no tensor name count as one part. If several parts
+    can be the model, the model is the part that config.json describes. If config.json does not decide, no part counts
+    as the model, and ``state.candidates`` lists the parts.
 
     ``config`` is the content of config.json. ``part`` is the part that was chosen explicitly, such as ``ema`` or
     ``state.ema``.
@@ -59,7 +59,7 @@ def _is_called(head: _Path, part: str) -> bool:
 
 
 def _find_heads(paths: Iterable[_Path]) -> list[_Path]:
-    """Finds the key prefix of each part that may be the model. Parts without common names form one model."""
+    """Finds the key prefix of each part that may be the model. Parts that share no tensor name form one model."""
     by_key: dict[_Path, None] = {}
     groups: dict[_Path, set[str]] = defaultdict(set)
     for path in paths:

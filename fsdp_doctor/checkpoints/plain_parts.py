@@ -85,7 +85,7 @@ def _note_loose(checkpoint: SavedCheckpoint, state: State) -> None:
 
 
 def _has_other_ranks(checkpoint: SavedCheckpoint, state: State) -> bool:
-    """Returns whether there is another rank's file next to the given file."""
+    """Returns whether another rank's file is next to the file that the user gave."""
     beside = (RANK_FILE.fullmatch(each.name) for each in checkpoint.root.iterdir())
     labels = [found["label"] or found["item"] for found in beside if found is not None]
     return labels.count(state.label) > 1

@@ -86,7 +86,11 @@ def _read_rank_files(reader: FileReader, directory: str, label: str, files: dict
 
 
 def _merge(reader: FileReader, state: State, tensor: SavedTensor, rank: int) -> None:
-    """Adds a rank's tensor to the state. Plain tensors whose shapes differ may be parts of one tensor."""
+    """Adds a rank's tensor to the state.
+
+    Plain tensors of several ranks whose shapes differ in one dim are kept as possible parts of one tensor. Any other
+    difference in shape or dtype is reported.
+    """
     known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
     may_be_parts = not state.tells_layout and known.dtype == tensor.dtype and len(known.shape) == len(tensor.shape)
     if (known.dtype, known.shape) == (tensor.dtype, tensor.shape):

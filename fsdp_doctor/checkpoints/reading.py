@@ -89,7 +89,8 @@ class _Reading(FileReader):
     def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Yields each directory and the names of its files.
 
-        Links to directories are not followed, since they may lead outside the checkpoint or form a cycle.
+        Hidden directories are skipped, and unfinished saves are reported. Links to directories are not followed, since
+        they may lead outside the checkpoint or form a cycle.
         """
         count = 0
 

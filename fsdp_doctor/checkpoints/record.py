@@ -272,7 +272,7 @@ class SavedModel:
     states: list[State]
 
     def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
-        """Returns the tensors that are not known to be buffers.
+        """Returns the floating-point tensors that are not known to be buffers.
 
         In sharded files, tensors that are not sharded are buffers, since FSDP shards only parameters. ``buffers`` names
         further buffers, by whole names or by the last parts of names.
@@ -295,8 +295,9 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     """Chooses the model's tensors, or all tensors if the checkpoint contains no model.
 
     If the model is stored in several forms, safetensors are preferred, then other files of whole tensors, then shards.
-    Raises BadFile if two states of the same form have the same names, and if no file tells how the tensors were divided
-    among the ranks.
+
+    Raises BadFile if two states of the same form have the same names, if several parts may be the model, if the chosen
+    part does not exist, or if no file tells how the tensors were divided among the ranks.
     """
     model = SavedModel({}, [])
     for state in sorted(checkpoint.states, key=_order_state):

@@ -77,7 +77,7 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
 
 
 def _list_with_copies(checkpoint: SavedCheckpoint) -> set[str]:
-    """Lists the directories that may hold other copies of the model and whose samples fit in memory."""
+    """Lists the directories that may hold float32 master weights and have few enough pieces to sample each."""
     num_pieces: Counter[str] = Counter()
     found = set()
     for state in checkpoint.states:

@@ -18,7 +18,7 @@ SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 def read_shards(
     reader: FileReader, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]
 ) -> None:
-    """Adds the state that safetensors shards form. Each shard holds some rows; none says how many there are in all."""
+    """Adds the state that safetensors shards form. The shards do not say how many shards there are."""
     state = reader.add_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
     state.files = [join_path(directory, name) for name in shards]
     reader.checkpoint.unchecked.append(

@@ -367,7 +367,7 @@ def _are_equal_parts(parts: _Array, one: int, other: int) -> bool:
 
 
 def _find_codes(sizes: _Array) -> str:
-    """Returns the 8-bit dtype whose codes these magnitudes are; empty if they are not codes.
+    """Returns the 8-bit dtype to whose codes the magnitudes belong; empty if the magnitudes are not codes.
 
     Codes have many different values, which lie on the dtype's grid and reach its largest value. Their mean is therefore
     far above that of weights.

@@ -61,6 +61,8 @@ def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator
 
     Also removes the leftovers of a killed conversion, and restores an older target that the killed conversion had set
     aside.
+
+    Raises ConversionError if another conversion is writing the target, or if a restored target may not be overwritten.
     """
     directory, old = _name_partial(target), _name_old(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,7 @@ class FilePlan:
             slots.append(Slot(first, nbytes, [place]))
 
     def add_archive(self, root: str, tree: _Tree, pickle: _Pickle, constants: Mapping[str, bytes] = _NOTHING) -> None:
-        """Adds the archive that torch.save would write for ``tree`` to the last file.
+        """Adds to the last file the archive that torch.save would write for ``tree``.
 
         ``constants`` are further members of the archive, by key.
         """

@@ -88,7 +88,7 @@ class FrameworkSession(abc.ABC):
         """Undoes :meth:`offload` before the next training step."""
 
     def save(self, directory: pathlib.Path) -> None:
-        """Saves a checkpoint for a resume, or begins to. It must be complete at the end of the next training step.
+        """Saves a checkpoint for a resume, or begins to save. All files must be complete after the next training step.
 
         The directory does not exist yet.
         """
@@ -253,7 +253,7 @@ class NotInStandInError(AttributeError):
 class StandIn(types.SimpleNamespace):
     """Replaces an object of ``kind``, for example vLLM's client.
 
-    Use of a name that it lacks makes the case unsupported.
+    Use of a name that the stand-in lacks makes the case unsupported.
     """
 
     def __init__(self, kind: str, **names: Any) -> None:

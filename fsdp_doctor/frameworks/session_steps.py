@@ -59,7 +59,7 @@ class _AbandonedError(Exception):
 
 
 class SessionSteps(CaseSteps[FrameworkSession]):
-    """The steps that all kinds of cases share: the framework builds and trains, and calls back between its steps.
+    """The actions that all kinds of cases share: the framework builds and trains, and calls back after training steps.
 
     weights: the weights of the plain model that the framework is given.
     takes_kept: whether this kind of case can use a session that another case has already trained.
@@ -120,7 +120,10 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return session
 
     def drive(self, trainer: FrameworkSession, life: Generator[None, None, R]) -> R:
-        """Runs the framework's own training loop for all steps, and continues ``life`` after each step."""
+        """Runs the framework's own training loop for all steps, and continues ``life`` after each training step.
+
+        Returns the result of ``life``. An error of the loop is thrown into ``life``.
+        """
         num_steps = self.steps_before + self.steps_ahead + self.steps_after
         results: list[R] = []
 
@@ -206,7 +209,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
         """Raises Unsupported if the framework's own functions ran instead of the replacements.
 
-        If only some ranks call a function, :meth:`recover` raises it instead, after the ranks have told each other.
+        If only some ranks call a function, :meth:`recover` raises Unsupported instead, after all ranks have compared.
         """
         if not all(each.fix.on_every_rank for each in applied):
             self._fixes_of_some_ranks = applied
@@ -214,7 +217,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             raise self._make_unfixed(applied)
 
     def _has_run(self, applied: Iterable[AppliedFix]) -> bool:
-        """Returns whether one of the replacements has run on this rank, and left no call to the original."""
+        """Returns whether a replacement, and never the original, has run on this rank or in the run that saved."""
         return self._was_saved_with_fix or any(each.num_calls and not each.num_left for each in applied)
 
     def _make_unfixed(self, applied: Sequence[AppliedFix]) -> Unsupported:
@@ -222,7 +225,10 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
 
     def recover(self, trainer: FrameworkSession) -> bool:
-        """Checks that the replacement has run on at least one rank, for a function that only some ranks call."""
+        """Raises Unsupported if the replacement of a function that only some ranks call has run on no rank.
+
+        Otherwise returns True.
+        """
         if applied := self._fixes_of_some_ranks:
             has_run = torch.tensor(int(self._has_run(applied)), device="cpu")
             dist.all_reduce(has_run, dist.ReduceOp.MAX, group=self.present_runtime.control)
@@ -309,7 +315,10 @@ class PreparationSteps(SessionSteps):
         self.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Checks that the step changed every trainable parameter, on at least one rank, and changed no other."""
+        """Checks that the step changed every trainable parameter, on at least one rank, and changed no other.
+
+        Also checks that the optimizer holds parameters of the model.
+        """
         self.recorder.enter("reference")
         before, now = self._before, reference.take(trainer.model, None, self.present_runtime)
         self.recorder.enter("verify")
@@ -490,7 +499,7 @@ class ResumeSteps(_LoadSteps):
         return iter(())
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Checks the state that the framework loaded before it called back."""
+        """Compares the state that the framework has loaded with the saved state."""
         self._check_fixes(self._fixes_of_session)
         self._check_loaded(trainer)
 

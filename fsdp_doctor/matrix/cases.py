@@ -232,8 +232,9 @@ class Case:
 
     @property
     def that_must_work(self) -> Case:
-        """Case in which the method must work: this case with the exact checkpoint, dense weights, and no raised
-        backward.
+        """Case in which the method must work: this case with the exact checkpoint and without quantized weights.
+
+        If the model still cannot be loaded, because a step raised, the method is called before the first step.
         """
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
         if exact.model.is_quantized:
@@ -273,7 +274,7 @@ def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
 
 
 def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
-    """Reads the id of a case of the matrix. Raises UsageError that names the unknown part."""
+    """Reads the id of a case of the matrix. Raises UsageError that names the unknown, repeated or missing part."""
     *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:

@@ -3,8 +3,8 @@
 The default matrix has both strategies, all eight of verl's flag combinations, unstaged and staged, with every method;
 one to three scenarios for each of ``partial``, ``moved`` and ``optimizer-around-step``; extractions after a training
 step; and loads before the first step, also from the meta device and with checkpoints that do not fit. The level
-``full`` adds every other axis value, one at a time (or two that are known to interact), with the offloads that behave
-differently. The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to
+``full`` adds every other axis value, one at a time (or two that are known to interact), mostly with several kinds
+of offload. The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to
 use.
 """
 
@@ -56,7 +56,7 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Part of the matrix: these axis values, and the defaults on all other axes."""
+    """Part of the matrix: the scenarios with the given axis values, and with defaults on all other axes."""
 
     changes: dict[str, str]
     strategies: tuple[str, ...]
@@ -267,16 +267,18 @@ _QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
 
 
 def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
-    """Lists the scenarios of the level ``quick``: the scenarios in which most failures occur, and a load in which none
-    should.
+    """Lists the scenarios of the level ``quick``.
+
+    These are the scenarios in which most failures occur, and a load in which no method should fail.
     """
     for values in _QUICK[direction]:
         yield from list_product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
 
 def is_sampled(scenario: Scenario) -> bool:
-    """Returns whether the scenario is only a sample of an axis in the default matrix, which drops samples if the user
-    asks for values of axes.
+    """Returns whether the default matrix has the scenario only as a sample of an axis.
+
+    If the user asks for values of axes, samples are left out.
     """
     return scenario.model.has_experts or any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 

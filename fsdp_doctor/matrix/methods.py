@@ -83,7 +83,7 @@ class MatrixMethod(Method):
 
 
 def _is_between_steps(scenario: Scenario) -> bool:
-    """Returns whether a job may save here and train on, with no raised step, open context or copy in flight."""
+    """Returns whether the job is between two steps: no raised step, staging, autograd context or copy in flight."""
     plain = scenario.context is Context.ORDINARY and scenario.transfer.is_blocking and not scenario.staging.is_staged
     return plain and scenario.phase is Phase.TRAINED
 
@@ -135,7 +135,7 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
 
 @functools.cache
 def find_method(name: str, fsdp: int) -> MatrixMethod:
-    """Finds a method by its name, for FSDP1 or FSDP2; a ``module:function`` gets the default contract."""
+    """Returns the method with this name for FSDP1 or FSDP2. A user's ``module:function`` gets the default contract."""
     if is_user_method(name):
         return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
     return next(method for method in METHODS if method.name == name and fsdp in method.fsdp)
@@ -149,7 +149,7 @@ def find_direction(case: AnyCase) -> Direction:
 
 
 def find_fix(name: str, fsdp: int) -> str:
-    """Returns the name of the fix that replaces a method."""
+    """Returns the name of the fix that replaces a method; ``local_shards``, which is a fix, replaces itself."""
     contract = find_method(name, fsdp).contract
     if contract.form == "local":
         return name

@@ -176,7 +176,10 @@ def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
 
 
 def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[Case]:
-    """Lists the cases; a user's method is tried in the first direction that was asked for, by default ``out``."""
+    """Yields the selected cases of the matrix. Raises UsageError for an unknown method.
+
+    A user's method is tried in the first direction that was asked for, by default ``out``.
+    """
     named = [name for name in selection.methods if not is_user_method(name)]
     for name in named:
         if name not in METHOD_NAMES:

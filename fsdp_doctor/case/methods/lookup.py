@@ -173,9 +173,10 @@ def load_optimizer_by_fix(
 def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
     """Imports a user's ``module:function``. Returns it with the contract declared with ``fsdp_doctor.promises``.
 
-    given: the names of the available arguments. The function is called with the sharded model and the arguments that
-    its further parameters name, and must return a mapping or yield (name, tensor). Raises UsageError if the import
-    fails, if there is no such function, or if the function asks for an unknown argument.
+    Raises UsageError if the import fails, if there is no such function, or if the function requests an unknown
+    argument.
+
+    given: the names of the arguments that the function can request.
     """
     module_name, _, attribute = name.partition(":")
     try:

@@ -19,8 +19,10 @@ _DORA = re.compile(r"^(?P<module>.*)\.lora_magnitude_vector\b")
 
 
 def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds LoRA matrices A or B without their counterpart, ranks that contradict adapter_config.json, and B matrices
-    still at zero.
+    """Finds LoRA adapters that are incomplete, B matrices still at zero, and a frozen base model.
+
+    An adapter is incomplete if matrix A, matrix B, a magnitude vector or a whole module is missing. Also finds LoRA
+    ranks that differ between A and B, or from adapter_config.json.
     """
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):

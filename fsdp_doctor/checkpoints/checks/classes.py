@@ -165,9 +165,10 @@ def compare_sides(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _list_configs(evidence: CheckpointEvidence, state: State) -> list[dict[str, Any]]:
-    """Lists the config of the model and of each model nested in it, unless another of them has the same model type.
+    """Lists the configs of the model and of the models nested in it.
 
-    The list is empty for quantized models and for models with their own code.
+    Configs with the same model type are left out. The list is empty for quantized models and for models with their own
+    code.
     """
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = [each for each in config.values() if isinstance(each, dict)]

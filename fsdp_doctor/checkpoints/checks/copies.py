@@ -48,7 +48,7 @@ def list_parts(state: State) -> Iterator[State]:
 
 
 def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
-    """Yields each copy of the model whose part or state name matches ``kind``, as tensors by the model's names.
+    """Yields each copy of the model in a part or state whose name matches ``kind``, as tensors by the model's names.
 
     Copies are searched in this state and in other states of the same directory.
     """
@@ -61,7 +61,10 @@ def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str])
 
 
 def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares averaged weights with the model: shapes must be equal, and values must differ after many steps."""
+    """Compares averaged weights with the model.
+
+    The average must have all trained layers and equal shapes. After many steps, the values must differ.
+    """
     model = {tensor.parameter: tensor for tensor in state.select("model")}
     for average in () if AVERAGE.search(state.label) else _list_copies(evidence, state, AVERAGE):
         pairs = [(model[name], tensor) for name, tensor in average.items() if name in model]
@@ -148,8 +151,9 @@ def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
 
 
 def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares float32 master weights with the model's rounded weights. A few master weights that differ must be from
-    another step.
+    """Finds float32 master weights that do not round to the model's weights although most master weights do.
+
+    Such a master weight comes from another step.
     """
     model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
     for masters in _list_masters(evidence, state) if model else ():
@@ -199,8 +203,8 @@ def _compare_rounded(
 ) -> tuple[float, float] | None:
     """Compares a sample of rounded weights with the float32 weights.
 
-    Returns (the fraction that is not rounded to the nearest value, the fraction that is off by more than one unit), or
-    None if there is no sample.
+    Returns (the fraction that is not rounded to the nearest value, the fraction that is off by more than one unit in
+    the last place), or None if there is no sample.
     """
     off = far = count = 0
     for narrow, wide in evidence.pair_samples(weight, master):

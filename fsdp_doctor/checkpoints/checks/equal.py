@@ -39,7 +39,7 @@ _PROJECTIONS = re.compile(r"(?P<module>.*\.)(?P<kind>(?:q|k|v|gate|up)_proj|quer
 
 
 def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds constant matrices and repeated rows that similar tensors do not have."""
+    """Finds constant matrices, and equal rows or parts within a matrix, unless similar tensors have them, too."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel > 1)
     for members in group_families(each for each in matrices if is_floating_point(each.dtype)):
         of_one_value = [tensor for tensor in members if _is_of_one_value(evidence, tensor)]
@@ -67,8 +67,8 @@ def _find_equal_rows(
 ) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
     """Finds equal consecutive rows, and equal halves, quarters or eighths of a tensor.
 
-    Embeddings are skipped, since the rows of added tokens may be equal. For key and value projections only consecutive
-    rows are compared, since their heads may have been repeated to make more groups.
+    Embeddings are skipped, since the rows of added tokens may be equal. Halves, quarters and eighths of the rows of key
+    and value projections are not compared, since the heads may have been repeated to make more groups.
     """
     is_of_cell = _CELL.search(tensor.parameter) is not None
     is_matrix = len(tensor.shape) == 2 and (is_of_cell or MATRIX.search(tensor.parameter))
@@ -112,10 +112,9 @@ def _find_equal_parts(
 
 
 def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict[int, int]:
-    """Returns the distances at which equal parts of a fused matrix would lie, each with the number of rows they would
-    have.
+    """Maps the distance between two parts of a fused matrix to the number of rows that repeat if the parts are equal.
 
-    Heads may be repeated within the keys and within the values, but keys never equal values.
+    Only parts that must differ are listed: keys never equal values, but heads within the keys may be repeated.
     """
     rows = tensor.shape[-2]
     if re.search(r"gate_up|w13|(?:^|[._])kv", tensor.name):
@@ -133,7 +132,7 @@ def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
     """Finds the first half, quarter or eighth whose sampled rows all equal those of an earlier part of the same size.
 
-    Returns (its range of rows, number of parts of this size), or None.
+    Returns (range of the rows of the repeated part, number of parts of this size), or None.
     """
     for count in _FRACTIONS if scan.row_sums else ():
         size = len(scan.row_sums) // count

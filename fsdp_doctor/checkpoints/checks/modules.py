@@ -80,9 +80,10 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
-    """Finds norms that lack num_batches_tracked. Only a single norm, other than the first, counts as damaged.
+    """Finds norms that lack num_batches_tracked although most similar norms have this count.
 
-    Frozen norms have no such count, and usually a model's first norms are frozen.
+    If several norms or only the first norm lack the count, this is reported as unusual and not as damage: frozen norms
+    have no count, and usually a model's first norms are frozen.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
@@ -150,8 +151,9 @@ def _may_be_shards(state: State) -> bool:
 
 
 def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds matrices and convolutions with the transposed shape of similar tensors, if their bias or layer shows that
-    this is wrong.
+    """Finds matrices and convolutions with the transposed shape of similar tensors.
+
+    Such a tensor is reported only if a bias, a norm or the rest of the layer shows that the shape is wrong.
     """
     if _may_be_shards(state):
         return

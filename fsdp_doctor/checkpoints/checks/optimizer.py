@@ -85,8 +85,10 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds parameters that have no optimizer state although other parameters of their layer have it, and impossible
-    state.
+    """Finds optimizer state that is impossible, and optimizer state that is missing.
+
+    State is missing if a parameter has none although other parameters of the layer have it, or if there is none at all
+    next to other training state.
     """
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
@@ -178,7 +180,7 @@ def _find_unequal_moments(
 
 
 def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], step: float | None) -> str:
-    """Describes the problem of Adam's two moments; empty if there is none. The second moment is a mean of squares."""
+    """Explains why Adam's two moments of a parameter are impossible; empty if they are possible."""
     first, second = by_kind["exp_avg"], by_kind["exp_avg_sq"]
     if negative := sum(scan.num_negative for _, scan in evidence.find_scans(second)):
         return f"{negative} values of a mean of squares are negative"

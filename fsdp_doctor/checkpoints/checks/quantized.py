@@ -103,8 +103,9 @@ def _compare_blocks(tensors: Mapping[str, SavedTensor], config: Mapping[str, Any
 
 
 def _lacks_setting(evidence: CheckpointEvidence, state: State) -> bool:
-    """Returns whether config.json is of one of transformers' own classes, and neither it nor a file next to it names a
-    quantization.
+    """Returns whether config.json describes one of transformers' own classes without a quantization.
+
+    False if a file next to config.json names a quantization, or if a single file is examined.
     """
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = config.get("text_config")

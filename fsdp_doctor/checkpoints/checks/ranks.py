@@ -35,7 +35,9 @@ _MOST_BOXES = 2000
 
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas.
+    """Finds elements that no piece holds, elements in two different pieces, and pieces that exceed their tensor.
+
+    Pieces with the same place in the tensor are replicas, and are allowed.
 
     Plain tensors in rank files are skipped, because their position in a whole tensor is unknown.
     """
@@ -95,7 +97,10 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds tensors that some ranks lack, and copies of a tensor that differ between ranks."""
+    """Finds differences between the ranks.
+
+    A tensor, counter or setting may be missing on some ranks. Copies of a tensor or an optimizer's settings may differ.
+    """
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     yield from _compare_keys(state)
     yield from _compare_settings(state)
@@ -150,7 +155,7 @@ def _find_stages(state: State) -> set[tuple[str, ...]]:
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:
-    """Finds counters, schedulers and settings that only some of the ranks have."""
+    """Finds counters, schedulers and settings that at least half of the ranks have, but not all."""
     if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
         return
     by_key: dict[str, set[int | None]] = defaultdict(set)

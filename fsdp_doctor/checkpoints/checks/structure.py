@@ -265,7 +265,10 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds missing layers, tensors that only one layer lacks, and a missing head, embedding or last norm."""
+    """Finds missing layers, tensors that only one layer lacks, and a missing head, embedding or last norm.
+
+    Also finds layers beyond the number of layers in config.json.
+    """
     config = evidence.find_model_config(state)
     outer = evidence.checkpoint.find_setting(state.directory, "config.json")
     names = {tensor.parameter: tensor for tensor in state.select("model")}
@@ -347,7 +350,7 @@ def _is_sequential(layers: Mapping[int, Collection[str]]) -> bool:
 
 
 def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds experts that are missing, and experts with equal weights."""
+    """Finds missing experts, experts with equal weights, and fused tensors with a wrong number of experts."""
     config = evidence.find_model_config(state)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)

@@ -43,7 +43,7 @@ _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 
 
 
 def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares step counters: all ranks must agree, and the parameters usually agree."""
+    """Finds step counts that are impossible, that differ between ranks, or that differ between parameters."""
     values: dict[tuple[str, ...], dict[tuple[str, int | None], float]] = defaultdict(dict)
     for (path, rank), number in state.values.items():
         if path and path[-1] in _COUNTERS and isinstance(number, int | float):

@@ -20,7 +20,7 @@ _IN_LIST = re.compile(r"(?P<list>.+)\.(?P<number>\d+)\.\w+")
 
 
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds zero matrices, zero rows of a rank and zero blocks of a file where similar tensors are not zero."""
+    """Finds zero matrices and norms if similar tensors are not zero, and zero rows, columns and blocks in matrices."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel)
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]

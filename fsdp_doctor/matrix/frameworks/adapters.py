@@ -33,7 +33,7 @@ class AdapterPlace:
 
     @property
     def template(self) -> pathlib.Path:
-        """Template of a case's script. An adapter need not have one."""
+        """Path of the template for a case's script; the file need not exist."""
         return self.file.with_suffix(".py.jinja")
 
 
