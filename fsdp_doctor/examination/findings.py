@@ -21,7 +21,7 @@ from fsdp_doctor.text import format_count
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
 _FLAT = "flat parameter"
-_READS_ALL = "full_tensors() reads the module in this state."
+_READS_ALL = "full_tensors() also reads the module as it is now."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,7 @@ def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
             f"{state.unit.compute_device} fails its assertion (forward, state_dict).",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
-            remedy=(
-                "before using the model, load it with the counterpart of its offload; full_tensors() reads the "
-                "model in this state."
-            ),
+            remedy=f"before using the model, load it with the counterpart of its offload; {_READS_ALL}",
         )
 
 

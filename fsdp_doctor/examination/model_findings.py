@@ -396,8 +396,8 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="backward-open-ended",
             severity="hazard",
-            sentence=f"{join_few(open_ended)} with the next backward declared not to be the last; the next backward "
-            "does not wait for the reduced gradients, which the following optimizer step would use.",
+            sentence=f"{join_few(open_ended)} with the next backward declared not to be the last; it ends without "
+            "waiting for the reduction of the gradients, so an optimizer step after it may use unreduced gradients.",
             names=open_ended,
             remedy="call set_is_last_backward(True) before the last backward of an accumulation.",
         )

@@ -54,9 +54,10 @@ def read_failure(
 
 
 def _read_clash(raised: Raised, versions: Mapping[str, str], call: JobCall | None, told: str) -> tuple[str, str, bool]:
-    """Returns (the contradiction, the command or question that decides, whether a symptom of the log would say more).
+    """Returns the fields ``clash``, ``decide`` and ``vague`` of the exception's :class:`Reading`.
 
-    A mechanism that the message shows comes first, and then the form of the traceback.
+    Tries versions that do not match, the keys of a load and the sizes of loaded weights first, then the table of
+    mechanisms, and then the form of the traceback.
     """
     if raised.cut:
         return "", "", True
@@ -111,7 +112,7 @@ def _is_placed(mechanism: Mechanism, raised: Raised) -> bool:
 
 
 def _add_circumstances(clash: str, decide: str, subjects: Sequence[str], raised: Raised, told: str) -> tuple[str, str]:
-    """Adds to the contradiction the circumstances that the log names, and to the deciding step their effects."""
+    """Adds the circumstances that the log names to ``clash``, and the causes that they suggest to ``decide``."""
     if not subjects:
         return clash, decide
     shown = (told, raised.text, *raised.frames, *raised.code_of.values())

@@ -202,6 +202,6 @@ def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> 
 
 
 def _order_stage(entry: KnownFailure) -> int:
-    """Returns a sort key: failures that end the method come first, then problems in the verdict's order."""
+    """Returns a sort key: failures that end the method come first, then problems in the order ``PROBLEM_ORDER``."""
     order: tuple[str, ...] = PROBLEM_ORDER
     return 1 + order.index(entry.verdict) if entry.verdict in order else 0

@@ -92,8 +92,9 @@ class RoleSetup:
     def views_hold_shards(self) -> bool:
         """Returns whether the modules' views keep a flat parameter's device memory alive after the parameter's move.
 
-        The views do so if FSDP1 computes with the flat parameter itself. With ``use_orig_params``, FSDP1 makes new
-        views, so that only the views of the last forward keep the memory.
+        They do if FSDP1 computes with the flat parameter itself, without ``use_orig_params``. With
+        ``use_orig_params`` the result is False: FSDP1 makes new views, and the views of the last forward, which also
+        keep the memory, are not counted here.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 

@@ -91,7 +91,11 @@ def _render_cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _render_comparison(report: Report) -> list[str]:
-    """Renders the result of the fix in each scenario, and how many of the other methods were ok or rightly refused."""
+    """Renders a table of the results of this library's own methods.
+
+    A row has the verdict, the time and the memory, and how many of the other methods in the scenario were ok or rightly
+    refused.
+    """
     fix_of = find_fixes(report)
     if not fix_of:
         return []

@@ -19,6 +19,7 @@ from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
 
+_ONLY_HERE = "no script can be written, because only fsdp-doctor can see"
 # Findings that a script cannot make.
 _UNSEEN = re.compile(
     r"the extraction changed \d+ of \d+ parts of the training state|requires_grad is \w+ where it was \w+"
@@ -101,7 +102,7 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
     if verdict.kind in NOT_RUN:
         raise UsageError(f"case {case.id!r} is {verdict.kind} in the report: {verdict.reason}")
     if unseen := _UNSEEN.search(verdict.reason):
-        raise UsageError(f"case {case.id!r}: only fsdp-doctor can see that {unseen[0]}")
+        raise UsageError(f"case {case.id!r}: {_ONLY_HERE} that {unseen[0]}")
     replicates = isinstance(case, Case) and case.scenario.sharding is Sharding.HSDP
     if report.world_size != 2 and not replicates:
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
@@ -126,9 +127,9 @@ def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
     """
     goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
     if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
-        raise UsageError(f"case {case.id!r}: only fsdp-doctor can see the effect of the load on the next step")
+        raise UsageError(f"case {case.id!r}: {_ONLY_HERE} the effect of the load on the next step")
     if isinstance(case, Case) and kind == "wrong" and _find_contract(case).form == "optimizer":
-        raise UsageError(f"case {case.id!r}: only fsdp-doctor can see that the optimizer's state has other values")
+        raise UsageError(f"case {case.id!r}: {_ONLY_HERE} that the optimizer's state has other values")
 
 
 def _find_contract(case: Case) -> Contract:

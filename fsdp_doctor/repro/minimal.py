@@ -153,7 +153,7 @@ class _Script:
     """The parts of the script of one case.
 
     module: the source of the module with the method's function.
-    holds: whether the method itself offloads.
+    holds: whether the method promises that no shard is on the device while it yields (``MatrixMethod.offloads``).
     """
 
     case: Case

@@ -316,7 +316,7 @@ def _list_version_rows(environments: Sequence[Environment]) -> list[_VersionRow]
 
 
 def _find_differing_facts(environments: Sequence[Environment], package: str) -> list[str]:
-    """Returns the other facts that differ between environments with one version of ``package`` on one machine."""
+    """Returns the facts that differ between environments with the same version of ``package`` on the same machine."""
     alike: dict[tuple[str, str], list[dict[str, str]]] = {}
     for each in environments:
         alike.setdefault((each.packages.get(package, ""), _describe_machine(each)), []).append(_list_facts(each))

@@ -303,8 +303,9 @@ def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable
 
 
 def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
-    """Sums this rank's part of each tensor, by first name; the tensors of one process group are summed one after
-    another.
+    """Sums this rank's part of each tensor; a tied tensor is summed once, under the first of its names.
+
+    Tensors that the same process groups divide are summed one after another.
     """
     sums = FingerprintSums(repeats=True)
     request = replace(request, sources=_list_by_groups(request.sources))
