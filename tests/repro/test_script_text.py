@@ -83,10 +83,10 @@ _REFUSALS = {
         "a script saves its checkpoint itself, not with save_pretrained"
     ),
     "fsdp2/none/unstaged/qwen3-moe/hidden-experts/get_optimizer_state_dict": (
-        "only fsdp-doctor can see that the optimizer's state has other values"
+        "no script can be written, because only fsdp-doctor can see that the optimizer's state has other values"
     ),
     "fsdp2/none/unstaged/after-raised-backward/dcp.load": (
-        "only fsdp-doctor can see the effect of the load on the next step"
+        "no script can be written, because only fsdp-doctor can see the effect of the load on the next step"
     ),
     "fsdp2/none/unstaged/tp/state_dict": "no script can be written for the sharding tp",
     "fsdp2/none/unstaged/replicate/state_dict": "no script can be written for the sharding replicate",
