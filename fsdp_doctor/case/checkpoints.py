@@ -369,6 +369,7 @@ def _is_on_every_rank(path: pathlib.Path, runtime: Runtime) -> bool:
     Every rank must call it.
     """
     is_there = torch.tensor([int(path.exists())], device="cpu")
+    # Another group of ranks may have written the path of one rank, but not yet that of another.
     dist.all_reduce(is_there, op=dist.ReduceOp.MIN, group=runtime.control)
     return bool(is_there.item())
 

@@ -24,9 +24,9 @@ _COUNTED = re.compile(
 _RANKS = 512
 _MAX_LISTED = 3
 _REPACKED = (
-    "The log names {}: if the engine had loaded its weights before, has the weight another layout than at its first "
-    "load, repacked for a kernel (experts, quantized weights)? Then use the engine's own reload of a whole layer, as "
-    "`fsdp_doctor.engines` does."
+    "The log names {}. If the engine had loaded its weights before, does the weight have another layout than at its "
+    "first load, because it was repacked for a kernel (experts, quantized weights)? Then use the engine's own reload "
+    "of a whole layer, as `fsdp_doctor.engines` does."
 )
 _WHICH = (
     "Which weight is it, and which of the two sizes is right? `fsdp-doctor checkpoint verify DIRECTORY` compares the "
