@@ -257,6 +257,12 @@ def _refuse(loaded: str, own: str) -> str:
     return f"AssertionError: Attempted to load weight (torch.Size([{loaded}])) into parameter (torch.Size([{own}]))"
 
 
+def test_refused_sizes_are_read_in_a_log_without_an_exception(tmp_path: pathlib.Path) -> None:
+    line = "[worker 1] ERROR update failed: Attempted to load weight (torch.Size([90, 8])) into parameter ([88, 8])"
+    answer = " ".join(_answer(tmp_path, "FSDP2 is on.", line).split())
+    assert "the loaded weight has [90, 8], and the parameter has [88, 8]" in answer
+
+
 @pytest.mark.parametrize(
     ("told", "loaded", "own", "words"),
     [
